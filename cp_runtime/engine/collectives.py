@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..compat import all_to_all
 from .profiling import trace_range
 
+SENT_AS_THEY_ARE = frozenset({torch.float32, torch.bfloat16, torch.float16})  # by every device's library; others travel as bytes
 KEPT_EVENTS = 1024  # pairs of device events; beyond that they are added up early
 
 
@@ -43,6 +45,7 @@ class CommStats:
         self.pending = 0
         self._seconds = 0.0
         self._events: list[tuple[Any, Any]] = []
+        self._spare: list[tuple[Any, Any]] = []  # to make one costs the host more than to record it
 
     @property
     def collectives(self) -> int:
@@ -76,7 +79,7 @@ class CommStats:
                 work.wait()
             self._seconds += time.perf_counter() - began
         else:
-            start, end = (torch.get_device_module(device).Event(enable_timing=True) for _ in range(2))
+            start, end = self._spare.pop() if self._spare else _new_events(device)
             start.record()
             for work in works:
                 work.wait()
@@ -89,12 +92,18 @@ class CommStats:
 
     def _add_up(self, count: int) -> None:
         self._seconds += sum(float(start.elapsed_time(end)) for start, end in self._events[:count]) / 1e3
+        self._spare += self._events[:count]
         del self._events[:count]
+
+
+def _new_events(device: torch.device) -> tuple[Any, Any]:
+    made = torch.get_device_module(device).Event
+    return made(enable_timing=True), made(enable_timing=True)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """Return a flat view of a contiguous tensor's bytes."""
-    return tensor.view(-1).view(torch.uint8)
+    return (tensor if tensor.ndim == 1 else tensor.view(-1)).view(torch.uint8)
 
 
 class Pending:
@@ -119,7 +128,7 @@ class RankGroup:
     """Ranks that share something along one axis of the mesh.
 
     Every collective moves exact sizes that all ranks derive on their own: none carries a size, and uneven ones need no padding.
-    On NCCL each is one kernel. Data travels as bytes, because not every backend supports every dtype.
+    On NCCL each is one kernel. What not every backend supports travels as bytes.
 
     Args:
         group: process group, or None for a single process.
@@ -164,15 +173,19 @@ class RankGroup:
             sent, arriving: elements for and from every rank, in the order of the ranks. Both sides know them.
             kind: name in statistics and traces.
         """
-        size, staged = send.element_size(), list[tuple[Tensor, Tensor]]()
-        target, source = as_bytes(self._landing(received, staged)), as_bytes(self._leaving(send))
-        sizes = [count * size for count in arriving], [count * size for count in sent]
+        staged: list[tuple[Tensor, Tensor]] = []
         with trace_range("cp." + kind):
-            if self.via_host:
-                works = self._by_pairs(target.split(sizes[0]), source.split(sizes[1]))
+            if self.group is None or self.via_host:
+                size, target, source = send.element_size(), self._landing(received, staged), self._leaving(send)
+                parts = (as_bytes(each).split([size * n for n in counts]) for each, counts in ((target, arriving), (source, sent)))
+                works = self._by_pairs(*parts)
+            elif send.dtype in SENT_AS_THEY_ARE:
+                works = [all_to_all(self.group, received.view(-1), send.view(-1), arriving, sent)]
             else:
-                works = [dist.all_to_all_single(target, source, *sizes, group=self.group, async_op=True)]
-        return Pending(self, kind, works, send.nbytes - sizes[1][self.rank], send, staged)
+                size = send.element_size()
+                sizes = [size * n for n in arriving], [size * n for n in sent]
+                works = [all_to_all(self.group, as_bytes(received), as_bytes(send), *sizes)]
+        return Pending(self, kind, works, send.nbytes - send.element_size() * sent[self.rank], send, staged)
 
     def exchange(self, send: Tensor, received: Tensor) -> Pending:
         """Send a tensor to the next rank, and receive one from the previous rank into `received`."""

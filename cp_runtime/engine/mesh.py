@@ -114,6 +114,7 @@ class SequenceMesh:
         self._groups, self._world = groups or groups_of_world(group), dist.group.WORLD
         self._peers = peers or [[self.whole.global_rank(rank) for rank in range(self.size)]]
         self._axes: dict[tuple[int, int], SequenceAxes] = {}
+        self.routes: dict[object, Any] = {}  # that attention took, see `attention.context_parallel.Route`
 
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh, shares: Shares = ()) -> SequenceMesh:

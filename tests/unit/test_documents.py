@@ -105,9 +105,9 @@ def test_the_life_of_a_call_names_code_at_every_step():
 
 
 def test_a_reference_to_code_that_is_not_there_is_noticed():
-    there = "`engine/sharding.split_ranges` `pool/protocol.py` `engine/mesh.SequenceMesh.axes` `comfy/vae` `tests/unit` `engine`"
+    there = "`engine/sharding.split_ranges` `pool/protocol.py` `engine/mesh.SequenceMesh.axes` `comfy/ui` `tests/unit` `engine`"
     assert lost_references(there) == []
-    assert len(lost_references("`engine/sharding.split` `pool/mirror.py` `engine/mesh.SequenceMesh.axe` `comfy/vae/session`")) == 4
+    assert len(lost_references("`engine/sharding.split` `pool/mirror.py` `engine/mesh.SequenceMesh.axe` `comfy/ui/session`")) == 4
 
 
 def test_a_link_that_leads_nowhere_is_noticed():

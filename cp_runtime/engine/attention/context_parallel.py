@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from torch import Tensor
 from ...errors import PlanError
 from ..collectives import RankGroup
 from ..config import EIGHT_BIT, ContextParallelConfig
-from ..mesh import SequenceMesh
+from ..mesh import SequenceAxes, SequenceMesh
 from ..sharding import JointLayout, chunk_spans, split_sizes
 from . import eight_bits
 from .kernels import additive, attend_with_lse
@@ -47,6 +47,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], Tensor]
 Memo = Callable[[object, Any, Callable[[], Any]], Any]
 """`once(key, source, make)` returns `make()` for the object `source`, computed once per call."""
 
+KNOWN_ROUTES = 64  # that a mesh keeps
 # Above this many bytes q, k and v are sent one after the other, so that packing one overlaps with sending another.
 PACKED_LIMIT = 256 << 20
 
@@ -105,26 +106,25 @@ def context_parallel_attention(
     k_layout = k_layout or q_layout
     if causal and (mask is not None or attend is not None):
         raise PlanError("causal attention takes neither a mask nor another function than torch's: neither would be applied to it")
-    _check(q_BLHD, k_BLKD, v_BLKD, mesh, config, q_layout, k_layout)
-    axes, rank, device = mesh.axes(*config.mesh_shape), mesh.rank, q_BLHD.device
-    U, H = axes.ulysses.size, q_BLHD.shape[2]
-    chunk, members = rank // U, slice(rank // U * U, (rank // U + 1) * U)
-    merging = axes.ring.size > 1 and config.rotate_method == "alltoall"
-    by_kernel = causal and axes.ring.size == 1 and k_layout is q_layout and q_layout.in_order
-    rows, layouts, merged_as = chunk_spans(q_layout, U)[chunk], (q_layout, k_layout), q_BLHD.dtype if merging else None
+    if torch.is_grad_enabled() and (q_BLHD.requires_grad or k_BLKD.requires_grad or v_BLKD.requires_grad):
+        raise PlanError("context-parallel attention has no backward: run the model under torch.inference_mode() or torch.no_grad()")
+    route = _route_of(q_BLHD, k_BLKD, v_BLKD, mesh, config, q_layout, k_layout)
+    U, H, merging = route.axes.ulysses.size, q_BLHD.shape[2], route.merging
+    by_kernel = causal and route.axes.ring.size == 1 and k_layout is q_layout and q_layout.in_order
+    layouts, merged_as = (q_layout, k_layout), q_BLHD.dtype if merging else None
     if mask is not None:
-        mask = once(("mask", U, *layouts, merged_as), mask, partial(_place, mask, mesh, rows, *layouts, merged_as))
+        mask = once(("mask", U, *layouts, merged_as), mask, partial(_place, mask, mesh, route.rows, *layouts, merged_as))
     elif causal and not by_kernel:
-        mask = once(("causal", U, *layouts, merged_as), q_layout, partial(_causal, device, rows, *layouts, merged_as))
+        made = partial(_causal, q_BLHD.device, route.rows, *layouts, merged_as)
+        mask = once(("causal", U, *layouts, merged_as), q_layout, made)
 
-    q_owned, k_owned = (layout.owned_positions(rank, device) for layout in (q_layout, k_layout))
-    if q_owned is not None:
-        q_BLHD = q_BLHD.index_select(1, q_owned)
-    if k_owned is not None:
-        k_BLKD, v_BLKD = (t.index_select(1, k_owned) for t in (k_BLKD, v_BLKD))
-    if (times := repeats(H, k_BLKD.shape[2], U)) > 1:
-        k_BLKD, v_BLKD = (t.repeat_interleave(times, 2) for t in (k_BLKD, v_BLKD))
-    K, spans = k_BLKD.shape[2], chunk_spans(k_layout, U)
+    if route.q_owned is not None:
+        q_BLHD = q_BLHD.index_select(1, route.q_owned)
+    if route.k_owned is not None:
+        k_BLKD, v_BLKD = (t.index_select(1, route.k_owned) for t in (k_BLKD, v_BLKD))
+    if route.times > 1:
+        k_BLKD, v_BLKD = (t.repeat_interleave(route.times, 2) for t in (k_BLKD, v_BLKD))
+    K = k_BLKD.shape[2]
     kernels = attend or sdpa(scale, by_kernel), partial(attend_with_lse, scale=scale, kernel=kernel) if merging else None
 
     def over_chunks(qkv: list[Tensor], units: tuple[int, int]) -> Tensor:
@@ -132,18 +132,68 @@ def context_parallel_attention(
         own = mask
         if mask is not None and mask.ndim > 2 and mask.shape[-3] == H > 1:
             own = mask[..., units[0] * (H // K) : units[1] * (H // K), :, :]
-        return _over_chunks(axes.ring, qkv, own, spans, *kernels, config)
+        return _over_chunks(route.axes.ring, qkv, own, route.spans, *kernels, config)
 
     if U == 1:
         out_BLHD = over_chunks([t.transpose(1, 2) for t in (q_BLHD, k_BLKD, v_BLKD)], (0, K)).transpose(1, 2)
     else:
-        shares = mesh.head_shares(U)
+        coded = config.exchange == EIGHT_BIT
+        out_BLHD = in_rounds(route.exchanges, q_BLHD, k_BLKD, v_BLKD, route.lengths, H // K, over_chunks, coded)
+    return _held(out_BLHD, mesh, q_layout, route.q_owned)
+
+
+class Route(NamedTuple):
+    """What attention over some layouts needs besides its tensors: the same for all blocks of a call.
+
+    Args:
+        rows: this rank's chunk of the queries, in gathered order; `spans` are all chunks of the keys.
+        merging: partial results of a ring are merged.
+        q_owned, k_owned: positions of the tokens that this rank contributes; None = all that it holds.
+        times: that key/value heads are repeated.
+        exchanges, lengths: of `in_rounds`.
+    """
+
+    axes: SequenceAxes
+    rows: slice
+    spans: Sequence[slice]
+    merging: bool
+    q_owned: Tensor | None
+    k_owned: Tensor | None
+    times: int
+    exchanges: Sequence[HeadExchange]
+    lengths: tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def _route_of(
+    q: Tensor, k: Tensor, v: Tensor, mesh: SequenceMesh, config: ContextParallelConfig, q_layout: JointLayout, k_layout: JointLayout
+) -> Route:
+    """Return the route, as `mesh` knows it from an earlier block. Raises what `_check` raises."""
+    # By identity: to compare layouts takes longer than all the rest. Those that are known are kept, so that no other gets their id.
+    key = id(config), id(q_layout), id(k_layout), q.shape, k.shape, v.shape, q.device
+    known: tuple[Route, object] | None = mesh.routes.get(key)
+    if known is None:
+        _check(q, k, v, mesh, config, q_layout, k_layout)
+        axes, rank, H = mesh.axes(*config.mesh_shape), mesh.rank, q.shape[2]
+        U = axes.ulysses.size
+        members, times = slice(rank // U * U, (rank // U + 1) * U), repeats(H, k.shape[2], U)
+        K, shares = k.shape[2] * times, mesh.head_shares(U)
         # Beside a ring one: two groups of ranks might wait for each other (`RankGroup.may_overlap`), and the ring overlaps anyway.
         rounds = min(config.ulysses_rounds, max(split_sizes(K, U, shares))) if axes.ring.size == 1 else 1
-        exchanges = [HeadExchange(axes.ulysses, K, shares, index, rounds) for index in range(rounds)]
-        lengths = q_layout.owned_lengths[members], k_layout.owned_lengths[members]
-        out_BLHD = in_rounds(exchanges, q_BLHD, k_BLKD, v_BLKD, lengths, H // K, over_chunks, config.exchange == EIGHT_BIT)
-    return _held(out_BLHD, mesh, q_layout, q_owned)
+        route = Route(
+            axes=axes,
+            rows=chunk_spans(q_layout, U)[rank // U],
+            spans=chunk_spans(k_layout, U),
+            merging=axes.ring.size > 1 and config.rotate_method == "alltoall",
+            q_owned=q_layout.owned_positions(rank, q.device),
+            k_owned=k_layout.owned_positions(rank, q.device),
+            times=times,
+            exchanges=[HeadExchange(axes.ulysses, K, shares, index, rounds) for index in range(rounds)] if U > 1 else [],
+            lengths=(q_layout.owned_lengths[members], k_layout.owned_lengths[members]),
+        )
+        if len(mesh.routes) >= KNOWN_ROUTES:
+            mesh.routes.clear()
+        known = mesh.routes[key] = (route, (config, q_layout, k_layout))
+    return known[0]
 
 
 def _over_chunks(
@@ -200,8 +250,6 @@ def _check(
 ) -> None:
     if q.ndim != 4 or q.shape[2] % k.shape[2] or v.shape != k.shape or k.shape[::3] != q.shape[::3]:
         raise PlanError(f"attention shapes do not match: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        raise PlanError("context-parallel attention has no backward: run the model under torch.inference_mode() or torch.no_grad()")
     for what, tensor, layout in (("queries", q, q_layout), ("keys", k, k_layout)):
         if layout.local_lengths[mesh.rank] != tensor.shape[1]:
             raise PlanError(

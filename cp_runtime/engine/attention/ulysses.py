@@ -14,7 +14,7 @@ some ranks get none: they take part in the collectives and skip the attention.
 | received, from all ranks into one buffer | `[C, B, units_r * sum of widths, D]` |
 | out: a view of it for each tensor | `[B, units_r * width, C, D]` |
 
-For any number of ranks the host launches one collective and one copy per tensor, or two where ranks get different numbers of units:
+For any number of ranks the host launches one collective and one `cat`, or two where ranks get different numbers of units:
 a denoise step on a fast GPU is so short that the time of each launch would show.
 
 On slow links the heads go in several *rounds*: a part of every rank's units at a time, so that one round travels while the one
@@ -24,11 +24,12 @@ before attends. The same numbers are computed, whatever the number of rounds.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..collectives import RankGroup
@@ -73,6 +74,18 @@ def deal(units: int, ranks: int, shares: Shares, index: int, rounds: int) -> Dea
     return Deal(tuple(runs), tuple(stop - start for start, stop in ranges), tuple(ranges))
 
 
+class Way(NamedTuple):
+    """How tensors of some shapes travel: computed once, as all blocks of a model send alike."""
+
+    widths: tuple[int, ...]  # heads per unit, of every tensor
+    blocks: tuple[
+        tuple[Run, int, tuple[int, ...]], ...
+    ]  # of the buffer with all heads: what it has for a run, from where on, shape
+    elements: int  # of that buffer
+    all_heads: tuple[int, ...]  # elements of it, of every rank
+    own_heads: tuple[int, ...]  # elements of all ranks' tokens with this rank's heads, of every rank
+
+
 class HeadExchange:
     """The exchange for one round of an attention: a part of `units` head units, dealt out to the ranks of a chunk by their shares.
 
@@ -90,6 +103,7 @@ class HeadExchange:
         self._group, self._units = group, units
         self._runs, self._sizes, ranges = deal(units, group.size, shares, index, rounds)
         self._own, self.own_range = self._sizes[group.rank], ranges[group.rank]
+        self._ways: dict[object, Way] = {}
 
     def to_heads(self, tensors: Sequence[Tensor], lengths: Sequence[int]) -> Callable[[], list[Tensor]]:
         """Start exchanging this rank's tokens with all heads for the chunk's tokens with this rank's heads. One collective.
@@ -102,20 +116,18 @@ class HeadExchange:
             A function that waits, and returns each tensor as `[B, own heads, C, D]`.
         """
         B, L, _, D = tensors[0].shape
-        widths = [tensor.shape[2] // self._units for tensor in tensors]
-        unit = B * D * sum(widths)  # elements per token and unit
-        send = tensors[0].new_empty(L * unit * sum(self._sizes))
-        for run, block in self._blocks(send, L, B, sum(widths), D):
-            for part, tensor, width in zip(block.split([run.units * w for w in widths], 3), tensors, widths, strict=True):
-                part.copy_(_by_rank(tensor, run, width))
-        heads = [self._own * width for width in widths]
+        way = self._way(B, L, D, tuple(tensor.shape[2] // self._units for tensor in tensors), lengths)
+        send = tensors[0].new_empty(way.elements)
+        for run, start, shape in way.blocks:
+            parts = [_by_rank(tensor, run, width) for tensor, width in zip(tensors, way.widths, strict=True)]
+            torch.cat(parts, 3, out=_block(send, start, shape))
+        heads = [self._own * width for width in way.widths]
         whole = send.new_empty((sum(lengths), B, sum(heads), D))
-        sent, arriving = [L * unit * n for n in self._sizes], [length * unit * self._own for length in lengths]
-        pending = self._group.all_to_all(send, sent, whole, arriving)
+        pending = self._group.all_to_all(send, way.all_heads, whole, way.own_heads)
 
         def wait() -> list[Tensor]:
             pending.wait()
-            return [t.permute(1, 2, 0, 3) for t in whole.split(heads, 2)]
+            return list(whole.permute(1, 2, 0, 3).split_with_sizes(heads, 1))
 
         return wait
 
@@ -126,35 +138,45 @@ class HeadExchange:
             A function that waits, and puts the heads of this round into their places of a tensor `[B, L, all heads, D]`.
         """
         B, _, _, D = out_BHCD.shape
-        L, unit = lengths[self._group.rank], B * D * heads_per_unit
+        way = self._way(B, lengths[self._group.rank], D, (heads_per_unit,), lengths)
         send = out_BHCD.permute(2, 0, 1, 3).contiguous()
-        received = send.new_empty(L * unit * sum(self._sizes))
-        sent, arriving = [length * unit * self._own for length in lengths], [L * unit * n for n in self._sizes]
-        pending = self._group.all_to_all(send, sent, received, arriving)
+        received = send.new_empty(way.elements)
+        pending = self._group.all_to_all(send, way.own_heads, received, way.all_heads)
 
         def put(out_BLHD: Tensor) -> None:
             pending.wait()
-            for run, block in self._blocks(received, L, B, heads_per_unit, D):
-                _by_rank(out_BLHD, run, heads_per_unit).copy_(block)
+            for run, start, shape in way.blocks:
+                _by_rank(out_BLHD, run, heads_per_unit).copy_(_block(received, start, shape))
 
         return put
 
-    def _blocks(self, buffer: Tensor, L: int, B: int, width: int, D: int) -> Iterator[tuple[Run, Tensor]]:
-        """Yield what a flat buffer holds for or from every run of ranks, `[ranks, L, B, width of its units in this round, D]`."""
-        start = 0
-        for run in self._runs:
-            shape = run.ranks, L, B, run.units * width, D
-            stop = start + math.prod(shape)
-            yield run, buffer[start:stop].view(shape)
-            start = stop
+    def _way(self, B: int, L: int, D: int, widths: tuple[int, ...], lengths: Sequence[int]) -> Way:
+        key = B, L, D, widths, tuple(lengths)
+        way = self._ways.get(key)
+        if way is None:
+            unit, blocks, start = B * D * sum(widths), list[tuple[Run, int, tuple[int, ...]]](), 0  # elements per token and unit
+            for run in self._runs:
+                shape = run.ranks, L, B, run.units * sum(widths), D
+                blocks.append((run, start, shape))
+                start += math.prod(shape)
+            all_heads, own_heads = (
+                tuple(L * unit * n for n in self._sizes),
+                tuple(length * unit * self._own for length in lengths),
+            )
+            way = self._ways[key] = Way(widths, tuple(blocks), start, all_heads, own_heads)
+        return way
+
+
+def _block(buffer: Tensor, start: int, shape: tuple[int, ...]) -> Tensor:
+    """Return what a flat buffer holds for or from a run of ranks, `[B, L, ranks, width of its units in this round, D]`."""
+    size = math.prod(shape)
+    return (buffer if size == buffer.numel() else buffer[start : start + size]).view(shape).permute(2, 1, 0, 3, 4)
 
 
 def _by_rank(tensor: Tensor, run: Run, width: int) -> Tensor:
-    """Return a view `[ranks, L, B, heads of each in this round, D]` of `[B, L, N, D]`."""
+    """Return a view `[B, L, ranks, heads of each in this round, D]` of `[B, L, N, D]`."""
     B, L, heads, D = tensor.shape
     if run.ranks * run.each * width < heads:
         tensor = tensor.narrow(2, run.first * width, run.ranks * run.each * width)
     by_rank = tensor.view(B, L, run.ranks, run.each * width, D)
-    if run.units < run.each:
-        by_rank = by_rank.narrow(3, run.start * width, run.units * width)
-    return by_rank.permute(2, 1, 0, 3, 4)
+    return by_rank if run.units == run.each else by_rank.narrow(3, run.start * width, run.units * width)
