@@ -84,7 +84,8 @@ def child_environment(device_type: str, world_size: int) -> dict[str, str]:
         env.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")  # weights travel beside tokens, on a group of their own
     cores = os.cpu_count() or 1
     # Beside a device few threads help the host, and those of all ranks together would take more cores than there are.
-    env.setdefault("OMP_NUM_THREADS", str(max(1, cores // world_size if device_type == "cpu" else min(4, cores // (world_size + 1)))))
+    threads = cores // world_size if device_type == "cpu" else min(4, cores // (world_size + 1))
+    env.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
     if device_type == "cpu":
         # glibc hands freed activations back to the kernel and faults them in again, in every block. Large ones it still may.
         env.setdefault("MALLOC_MMAP_THRESHOLD_", str(32 << 20))

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import sys
 import textwrap
 from types import FunctionType
 from unittest.mock import patch
@@ -113,7 +114,8 @@ for function in (sources.in_library, sources.is_comfy):
     function.cache_clear()
 with patch.object(sources, "LIBRARY_PATHS", ("stdlib",)), patch.object(sources.site, "getsitepackages", list):
     changes = changed_code.Comparison({type(module) for module in wan.modules()}).changes
-    outside = [sources.in_library(file) for file in (torch.nn.__file__, model.__file__, __file__)]
+    files = torch.nn.__file__, sys.modules["typing_extensions"].__file__, model.__file__, __file__
+    outside = [sources.in_library(file) for file in files]
 report(name="packages elsewhere", changes=changes, libraries=outside)
 sources.in_library.cache_clear()
 

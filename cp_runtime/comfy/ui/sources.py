@@ -153,10 +153,11 @@ def in_library(file: str) -> bool:
 
 @functools.cache
 def _elsewhere() -> tuple[str, ...]:
-    """Return the folders of installed packages, wherever they are: by PYTHONPATH, `pip install --target`, or as editable."""
-    names = (name for name in packages_distributions() if name != comfy.__name__)
-    packages = [sys.modules[name] for name in names if hasattr(sys.modules.get(name), "__path__")]
-    return tuple(os.path.join(os.path.abspath(folder), "") for package in packages for folder in package.__path__)
+    """Return the folders of installed packages, and the files of those without one, wherever they are: by PYTHONPATH,
+    `pip install --target`, or as editable."""
+    found = [sys.modules[name] for name in packages_distributions() if name in sys.modules and name != comfy.__name__]
+    packages = [os.path.join(os.path.abspath(folder), "") for each in found for folder in getattr(each, "__path__", ())]
+    return (*packages, *filter(None, (file_of(each.__name__) for each in found if not hasattr(each, "__path__"))))
 
 
 def pack_of(file: str) -> str:
