@@ -44,7 +44,7 @@ from .forward import run_sharded, run_staged
 from .memory import FileWeightsPatcher, LoadProgress, ShardedWeightsPatcher, StagedWeightsPatcher, available, forget, room
 from .model import Mirror
 from .patches import ATTACHED, attach_network
-from .quantised import Experts, own_formats, shared_scales
+from .quantised import own_formats, shared_scales
 
 log = logging.getLogger("context_parallel.worker")
 
@@ -97,8 +97,6 @@ class Mirrors:
                     patcher, recipe, ranks, request.device_bytes, self.progress, on_host=placement == OFFLOADED
                 )
             formats = tuple(own_formats(patcher.model, self.device))
-            if formats:
-                Experts.find(network_of(patcher.model))
             # Weights missing from the file are not initialised, and differ from process to process.
             samples = sample_weights(network_of(patcher.model), without=missing)
             nbytes = sum(part.nbytes for weight in patcher.model.parameters() for part in stored(weight))

@@ -10,6 +10,9 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import comfy.controlnet
+import comfy.model_management
+import comfy.quant_ops
+import torch
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 from comfy_api.torch_helpers.torch_compile import COMPILE_KEY, TORCH_COMPILE_KWARGS
 from torch import Tensor, nn
@@ -48,7 +51,21 @@ def check_model(patcher: Any, config: RuntimeConfig) -> None:
     options_for_ranks(patcher.model_options.get("transformer_options", {}), patcher, config)
     _check_attached(patcher)
     compile_of(patcher)
+    check_experts(model, patcher.load_device)
     check_code(model, patcher.object_patches_backup, made_by_pack=recipe.factory is not None)
+
+
+def check_experts(model: nn.Module, device: torch.device) -> None:
+    """Refuse experts in NVFP4, where a device multiplies it: all ranks would have to run all of them, see `rank.quantised`."""
+    if not comfy.model_management.supports_nvfp4_compute(device):
+        return
+    nvfp4 = comfy.quant_ops.TensorCoreNVFP4Layout
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] == "experts" and any(getattr(w, "layout_cls", None) is nvfp4 for w in module.parameters()):
+            raise UnsupportedError(
+                f"{name} are experts in NVFP4, whose tokens every rank would round with a scale of its own. Load a file in "
+                "another format, or set on_unsupported of CP Config to 'single device'."
+            )
 
 
 def check_stages(patcher: Any, config: RuntimeConfig) -> None:

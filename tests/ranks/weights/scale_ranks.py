@@ -1,17 +1,20 @@
 """Rank script: tokens of one input, quantised on several ranks, against the same rows of the whole input quantised at once."""
 
+from unittest.mock import patch
+
+import comfy.model_management
 import torch
 import torch.distributed as dist
-from comfy.ldm.hidream.model import MOEFeedForwardSwiGLU
-from comfy.ldm.hunyuan3dv2_1.hunyuandit import MoEBlock
 from comfy.quant_ops import QuantizedTensor
 from support.ranks import finish, report, start, worst
 from torch import nn
 
-from cp_runtime.comfy.rank.quantised import Experts, shared_scales
+from cp_runtime.comfy.rank.quantised import shared_scales
+from cp_runtime.comfy.ui.obstacles import check_experts
 from cp_runtime.engine.collectives import RankGroup
 from cp_runtime.engine.compiled import CompiledBlocks, CompileSettings
 from cp_runtime.engine.plan import ShardingPlan
+from cp_runtime.errors import UnsupportedError
 
 rank, world, _ = start()
 
@@ -56,34 +59,21 @@ with torch.no_grad():
             compiled.append(difference(model[0](tokens[own]), whole[own]))
 
 
-class Linear(nn.Linear):
-    """Rounds its input as ComfyUI's layers of NVFP4 do."""
-
-    def forward(self, x):
-        return super().forward(quantised(x.reshape(-1, x.shape[-1])).reshape(x.shape))
-
-
-class Operations:
-    Linear = Linear
-
-
-def experts(cls, *args, **kwargs):
-    """How far a block with experts is from one process: of two experts with tokens on every rank, two have none."""
-    torch.manual_seed(0)
-    block = cls(64, *args, operations=Operations, **kwargs).eval()
-    wanted = torch.stack([torch.eye(4)[expert] + torch.eye(4)[expert + 1] for expert in range(world)])
-    block.gate.weight = nn.Parameter(torch.cat([9 * torch.eye(4), torch.zeros(4, 60)], 1))
-    x = tokens.view(1, 21, 64).clone()
-    x[..., :4] = wanted.repeat_interleave(7, 0) + 0.01 * torch.randn(21, 4)
-    right, _ = block(x), Experts.find(block)
-    began = ranks.stats.counts["all_reduce"]
-    with shared_scales(ranks):
-        far = difference(block(x[:, own]), right[:, own])
-    return far / right.abs().max().item(), ranks.stats.counts["all_reduce"] - began
+def refused(layout, able):
+    """What is said about experts of a format on a device that can multiply NVFP4 or not."""
+    block = nn.ModuleDict({"gate": nn.Linear(64, 4), "experts": nn.ModuleList([nn.Linear(64, 64)])})
+    weight = QuantizedTensor.from_float(block["experts"][0].weight.detach(), layout) if layout else torch.ones(64, 64)
+    block["experts"][0].weight = nn.Parameter(weight, requires_grad=False)
+    with patch.object(comfy.model_management, "supports_nvfp4_compute", lambda device: able):
+        try:
+            check_experts(nn.ModuleDict({"block": block}), torch.device("cpu"))
+        except UnsupportedError as error:
+            return str(error)
+    return ""
 
 
-with torch.inference_mode():
-    moe = [experts(MOEFeedForwardSwiGLU, 96, 4, 2), experts(MoEBlock, 4, 2, ff_inner_dim=96)]
-report(experts=moe, alone=alone, together=together, from_file=from_file, after=after, counts=counts)
+nvfp4, fp8 = "TensorCoreNVFP4Layout", "TensorCoreFP8E4M3Layout"
+experts = [refused(*case) for case in ((nvfp4, True), (nvfp4, False), (fp8, True), ("", True))]
+report(experts=experts, alone=alone, together=together, from_file=from_file, after=after, counts=counts)
 report(compiled=max(compiled), left=list(blocks.left))
 finish()

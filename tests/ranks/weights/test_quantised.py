@@ -11,7 +11,6 @@ def test_a_scale_of_the_whole_input_is_shared():
     assert result["counts"] == {"all_reduce": 1}  # of one number, and none where the file has the scale
     assert result["together"] == result["from_file"] == result["after"] == 0  # every number by itself, with one scale
     assert (compiled["compiled"], compiled["left"]) == (0, ["Block"])  # ranks meet inside: such a block is not compiled
-    # Experts without tokens on some ranks: three layers each for HiDream, which runs them on nothing, two for Hunyuan3D, which runs
-    # none of them; and once more for those that all tokens share.
-    assert [count for _, count in result["experts"]] == [5 * 3, 5 * 2]
-    assert max(far for far, _ in result["experts"]) <= 1e-5  # products of fewer rows
+    refused, *fine = result["experts"]
+    assert refused.startswith("block.experts are experts in NVFP4.")
+    assert fine == ["", "", ""]  # where it is cast; FP8; not quantised
