@@ -72,11 +72,10 @@ class PoolTimeout(PoolError):
 
     Args:
         rank: the one that the others wait for; None = nobody knows.
-        stopped: a signal had stopped it.
     """
 
-    def __init__(self, message: str, rank: int | None = None, *, stopped: bool = False) -> None:
-        self.rank, self.stopped = rank, stopped
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        self.rank = rank
         super().__init__(message)
 
 

@@ -16,7 +16,6 @@ from .channel import SharedBlock
 from .launcher import memory_file, starting
 
 BEAT = 0.25  # seconds between two heartbeats
-MISSED = 0.4  # seconds without a heartbeat after which it is worth a look whether a signal has stopped the process
 SILENT = 2.0  # seconds without a heartbeat after which a process must be stopped, or something in it holds the GIL
 
 

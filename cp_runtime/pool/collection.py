@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from .messages import Failure, Report
@@ -15,7 +15,6 @@ CANCEL_MODULES = 3  # as long as this many planned modules take: they poll at on
 CANCEL_LIMIT = 60.0  # seconds that they get at most
 REPORT_GRACE = 1.0  # seconds that the other ranks get to report after a first failure
 SUSPENDED = 2.0  # a longer gap between ticks means this process was suspended; the deadline is then extended once
-STOPPED_GRACE = 3.75  # seconds that a rank may be stopped (state T); with noticing it and writing stacks, it fails after 5 at most
 DEATH_LAG = 0.25  # a death is noticed this much later than the errors that it causes on other ranks
 
 
@@ -39,7 +38,6 @@ class Outcome:
     cause: int | None = None  # rank that failed first, by its report or its death
     died: frozenset[int] = frozenset()
     late: tuple[int, ...] = ()  # had not reported when the time was up. With `cause` or `cancelled`, those are the reason
-    stopped: frozenset[int] = frozenset()  # those of them that were stopped for too long, before the time was up
     cancelled: bool = False  # the ranks were told to leave the call
     aborted: bool = False  # another thread ended the command
     kill: bool = False  # the ranks are not in step with each other any more, or not all there
@@ -61,7 +59,6 @@ class Collection:
         self._compile_left = self.compile_timeout
         self._extended = self._failing = self._cancelled = self._aborted = False
         self._died: dict[int, float] = {}
-        self._stopped: dict[int, float] = {}  # seconds by rank
 
     @property
     def missing(self) -> list[int]:
@@ -96,12 +93,11 @@ class Collection:
         self._deadline = now + min(CANCEL_LIMIT, max(CANCEL_GRACE, CANCEL_MODULES * module_seconds))
         return SendCancel(until=self._deadline)
 
-    def tick(self, now: float, *, quiet: bool = True, stopped: Set[int] = frozenset(), compiling: bool = False) -> Wait | Outcome:
+    def tick(self, now: float, *, quiet: bool = True, compiling: bool = False) -> Wait | Outcome:
         """Return what to do next, given the time and what has been noted until then.
 
         Args:
             quiet: nothing arrived. Reports that arrived while this process was suspended count after the deadline, too.
-            stopped: ranks that were stopped (state T) when last looked at.
             compiling: a rank compiles a part of a model: the time since the last tick does not count.
         """
         gap, self._last_tick = now - self._last_tick, now
@@ -109,8 +105,7 @@ class Collection:
             spent = min(gap, self._compile_left)
             self._compile_left -= spent
             self._deadline += spent
-        suspended = gap > SUSPENDED
-        if suspended and not self._extended:
+        if gap > SUSPENDED and not self._extended:
             self._extended = True
             self._deadline += gap
         if self._aborted:
@@ -122,16 +117,9 @@ class Collection:
             return self._finish()
         if quiet and now >= self._deadline:
             return self._finish()
-        if self._failing:
-            return Wait(until=self._deadline)
-        self._stopped = {
-            rank: self._stopped.get(rank, 0.0) + (0.0 if suspended else gap) for rank in self.missing if rank in stopped
-        }
-        if too_long := frozenset(rank for rank, seconds in self._stopped.items() if seconds >= STOPPED_GRACE):
-            return self._finish(stopped=too_long)
         return Wait(until=self._deadline)
 
-    def _finish(self, *, aborted: bool = False, stopped: frozenset[int] = frozenset()) -> Outcome:
+    def _finish(self, *, aborted: bool = False) -> Outcome:
         # Ranks that failed at the same collective are still in step with each other, unless they left one under way.
         failures = [reply for reply in self.replies.values() if isinstance(reply, Failure)]
         counts = {failure.collectives for failure in failures}
@@ -141,7 +129,6 @@ class Collection:
             cause=self._cause(),
             died=frozenset(self._died),
             late=tuple(self.missing),
-            stopped=stopped,
             cancelled=self._cancelled,
             aborted=aborted,
             kill=aborted or unusable or bool(self._died or self.missing) or len(counts) > 1,

@@ -9,7 +9,7 @@ import signal
 import stat
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -41,7 +41,6 @@ _EXCLUSIVE = (
     "The GPU may take one process only, which another one is, or ComfyUI: look at its compute mode (nvidia-smi -q -d COMPUTE), and "
     "where that is Exclusive_Process, set it to Default (nvidia-smi -c DEFAULT, as root)."
 )
-_STOPPED = "Find out what stopped it, such as a tool that saves memory or power, and let the workers run."
 
 
 def connect_advice(config: RuntimeConfig) -> str:
@@ -53,7 +52,7 @@ def connect_advice(config: RuntimeConfig) -> str:
 
 def connect_failure(error: PoolError) -> str:
     """Return in short why the ranks did not connect, where another way may work; empty where it would not help."""
-    if isinstance(error, PoolTimeout) and not error.stopped:
+    if isinstance(error, PoolTimeout):
         return "no answer in time"
     if isinstance(error, RankOutOfMemory):
         return ""
@@ -124,7 +123,6 @@ def missed_deadline(
     what: str,
     timeout: float,
     late: Mapping[int, Progress],
-    stopped: Set[int],
     processes: Sequence[RankProcess],
     stacks: Sequence[int],
     advice: str,
@@ -134,7 +132,6 @@ def missed_deadline(
     Args:
         what: the command.
         late: where the ranks are that did not report.
-        stopped: those of them that were stopped for too long, before the deadline.
         stacks: where the ranks write their stacks.
         advice: what may help besides more time.
     """
@@ -147,21 +144,17 @@ def missed_deadline(
         + (f", without a sign of life for {silent[rank]:.0f} s" if rank in silent else "")
         for rank, at in late.items()
     )
-    if stopped:
-        who = " and ".join(names[rank] for rank in sorted(stopped))
-        text = f"the workers cannot finish {what}: stopped by a signal (state T, as after SIGSTOP): {who}."
-    else:
-        text = f"the workers did not finish {what} within {timeout:g} s; the one that got least far is {names[last]}."
-    text = f"{text} No report from {details}."
+    text = (
+        f"the workers did not finish {what} within {timeout:g} s; the one that got least far is {names[last]}. No report from "
+        f"{details}."
+    )
     try:
         path = os.fsencode(collect_stacks(stacks, processes, text))
         found = f"Stacks of all ranks: {path.decode(errors='replace')}."  # texts with bytes that are not UTF-8 reach no browser
     except OSError as error:
         found = f"No stacks of the ranks: {error}."
-    remedy = _STOPPED if stopped else f"{_SLOW.get(what, _SLOW['load'])} {advice}".rstrip()
-    return PoolTimeout(
-        f"{text} {found} They are restarted on next use. {remedy}", min(stopped, default=last), stopped=bool(stopped)
-    )
+    remedy = f"{_SLOW.get(what, _SLOW['load'])} {advice}".rstrip()
+    return PoolTimeout(f"{text} {found} They are restarted on next use. {remedy}", last)
 
 
 def _describe_memory(replies: Mapping[int, Report]) -> str:

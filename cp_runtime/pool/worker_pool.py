@@ -19,7 +19,7 @@ from ..engine.measuring import Measured
 from ..engine.mesh import reduced
 from ..engine.sharding import Shares
 from ..errors import ContextParallelError, PoolError, RankError
-from .board import MISSED, Inherited, Progress
+from .board import Inherited, Progress
 from .channel import Channel, Closed, ready
 from .collection import Collection, ModuleTimes, Outcome, SendCancel
 from .config import TIMEOUTS, RuntimeConfig, WorkerSite, split_device, timeout_of
@@ -357,12 +357,9 @@ class WorkerPool:
             # A rank that compiles does not leave when told to, and modules that take long now do not the next time.
             times = ModuleTimes() if compiling else times
             times.note({rank: progress.modules for rank, progress in at.items()}, now)
-            # A process that a debugger holds ("tracing stop") does not count as stopped.
-            late = [rank for rank, progress in at.items() if now - progress.beat > MISSED]
-            stopped = {rank for rank in late if self.processes[rank].state == "stopped"}
             if self._aborted:
                 collection.abort()
-            step = collection.tick(now, quiet=not heard, stopped=stopped, compiling=compiling)
+            step = collection.tick(now, quiet=not heard, compiling=compiling)
             if isinstance(step, Outcome):
                 return self._conclude(step, what, timeout)
             if cancelled is not None and cancelled():
@@ -390,7 +387,7 @@ class WorkerPool:
                 log.warning("cancelled inside a step: the ranks did not leave it in time and are restarted on next use")
         elif outcome.late:
             progress = {rank: self.progress(rank) for rank in outcome.late}
-            error = missed_deadline(what, timeout, progress, outcome.stopped, self.processes, self.inherited.stacks, advice)
+            error = missed_deadline(what, timeout, progress, self.processes, self.inherited.stacks, advice)
         if outcome.kill:
             self.kill()
         if error is not None:

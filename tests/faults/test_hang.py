@@ -17,7 +17,7 @@ from cp_runtime.errors import PoolTimeout
 from cp_runtime.pool.failures import collect_stacks
 from cp_runtime.pool.forking import RankProcess, process_state
 
-DEADLINE = 3.5  # before a stopped rank is told for being stopped
+DEADLINE = 3.5
 CP = {"world_size": 2, "step_timeout": DEADLINE}
 
 

@@ -13,7 +13,7 @@ import torch
 from support.faults import Stopwatch
 from support.pools import echo, make_pool, request_echo, small_pool
 
-from cp_runtime.errors import ContextParallelError, PoolError, PoolTimeout, ProtocolError, RankError
+from cp_runtime.errors import ContextParallelError, PoolError, ProtocolError, RankError
 from cp_runtime.pool.messages import MAX_HEADER, Echo, Value
 from cp_runtime.pool.worker_pool import KEEP_BYTES
 
@@ -73,36 +73,6 @@ def test_a_rank_dies_right_after_its_hello():
     assert not pool.alive
     with pytest.raises(PoolError, match="not running"):
         echo(pool, torch.ones(1))
-
-
-STOPPED = r"stopped by a signal \(state T.*\): rank 1 \(pid \d+\)\. No report"
-NOTICED = 5  # seconds
-
-
-def test_a_rank_that_is_stopped_at_start_is_named_long_before_the_deadline(start_faults):
-    watches = []
-    start_faults.arm(1, "stop", at="start")
-
-    def measure_from_the_stop() -> bool:
-        if not watches and not start_faults.waiting:
-            watches.append(Stopwatch("9 SIGSTOP, with a deadline of minutes"))
-        return False
-
-    pool = make_pool()
-    with pytest.raises(PoolTimeout, match=f"cannot finish start: {STOPPED}"):
-        pool.start(measure_from_the_stop)
-    watches[0].within(NOTICED, "start fails")
-    assert not pool.alive
-
-
-def test_a_rank_that_is_stopped_in_a_command_is_named_long_before_the_deadline():
-    with small_pool() as pool:
-        os.kill(pool.pids[1], signal.SIGSTOP)
-        watch = Stopwatch("9 SIGSTOP, with a deadline of minutes")
-        with pytest.raises(PoolTimeout, match=f"cannot finish echo: {STOPPED}"):
-            echo(pool, torch.ones(3), timeout=600)
-        watch.within(NOTICED, "the command fails")
-        assert not pool.alive
 
 
 def test_what_fails_before_anything_is_sent_is_an_error_of_this_package_and_ends_no_rank(monkeypatch):

@@ -10,7 +10,6 @@ from cp_runtime.pool.collection import (
     CANCEL_GRACE,
     CANCEL_LIMIT,
     REPORT_GRACE,
-    STOPPED_GRACE,
     SUSPENDED,
     Collection,
     ModuleTimes,
@@ -127,7 +126,7 @@ def test_the_late_rank_is_named(play):
         play.collection.reported(rank, good())
     outcome = play.pass_time(TIMEOUT + 1)
     assert play.now == BEGAN + TIMEOUT
-    assert (outcome.cause, outcome.late, outcome.stopped, outcome.kill) == (None, (1,), frozenset(), True)
+    assert (outcome.cause, outcome.late, outcome.kill) == (None, (1,), True)
 
 
 def test_a_deadline_in_the_past():
@@ -158,41 +157,6 @@ def test_a_suspension_extends_the_deadline_once(play):
 def test_a_short_gap_is_no_suspension(play):
     play.now += SUSPENDED
     assert play.tick() == Wait(until=BEGAN + TIMEOUT)
-
-
-# --- stopped ranks ----------------------------------------------------------------------------------------------------
-
-
-def test_a_stopped_rank_is_not_waited_for(play):
-    play.collection.reported(0, good())
-    outcome = play.pass_time(TIMEOUT, stopped={1})
-    assert play.now == BEGAN + STOPPED_GRACE
-    assert (outcome.cause, outcome.late, outcome.stopped, outcome.kill) == (None, (1, 2), frozenset({1}), True)
-
-
-def test_a_rank_that_goes_on_starts_over(play):
-    play.pass_time(STOPPED_GRACE - STEP, stopped={1})
-    play.pass_time(STEP)
-    assert isinstance(play.pass_time(STOPPED_GRACE - STEP, stopped={1}), Wait)
-    assert play.pass_time(STEP, stopped={1}).stopped == {1}
-
-
-def test_a_stopped_rank_that_has_reported_is_not_waited_for_anyway(play):
-    play.collection.reported(1, good())
-    assert isinstance(play.pass_time(2 * STOPPED_GRACE, stopped={1}), Wait)
-
-
-def test_time_in_which_this_process_was_suspended_too_does_not_count(play):
-    """Somebody who stops all processes does not let them go on at the same moment."""
-    play.now += 1000
-    assert isinstance(play.tick(stopped={1}), Wait)
-    assert isinstance(play.pass_time(STOPPED_GRACE - STEP, stopped={1}), Wait)
-
-
-def test_the_deadline_comes_first_where_it_is_shorter():
-    play = Play(timeout=STOPPED_GRACE - 1)
-    outcome = play.pass_time(TIMEOUT, stopped={1})
-    assert (outcome.late, outcome.stopped) == ((0, 1, 2), frozenset())
 
 
 # --- cancel and abort -------------------------------------------------------------------------------------------------

@@ -27,7 +27,6 @@ from torch import Tensor, nn
 
 from ...errors import MirrorError, UnsupportedError
 from ...pool.protocol import flatten
-from ..shared.files import ModelFiles
 from ..shared.recipe import (
     DECIDED_BY_WORKER,
     FACTORY,
@@ -45,7 +44,6 @@ from ..shared.recipe import (
     texts_in,
 )
 from ..shared.weights import is_dynamic
-from .files import guard, weights_in_file
 from .runtime import node_folders
 from .sources import Source
 from .target import ModelNotes, notes_of
@@ -72,13 +70,10 @@ def _stamping(loader: Callable[..., Any]) -> Callable[..., Any]:
     def load(*args: Any, **kwargs: Any) -> Any:
         path = next(iter(signature.bind(*args, **kwargs).arguments.values()))
         before = _stamp(path)
-        with weights_in_file(path) as in_file:
-            loaded = loader(*args, **kwargs)
+        loaded = loader(*args, **kwargs)
         patcher, _, vae, *_ = loaded if isinstance(loaded, tuple) else (loaded, None, None)
         for each in filter(None, (patcher, getattr(vae, "patcher", None))):  # a checkpoint may be loaded for its text encoder only
             notes_of(each.model).stamps = before, _stamp(path)
-        if patcher is not None and in_file and before:
-            guard(patcher.model, ModelFiles([(path, before)]))
         return loaded
 
     return load
