@@ -207,7 +207,7 @@ class Workers:
             return
         held = target.demand.on_device(choice.placement, self.pool.world_size, stages)
         request, packer = target.request(choice.placement, held)
-        request = replace(request, stages=stages)
+        request = replace(request, stages=stages, travelled=any(self.pool.config.machines))
         self._resident.pop(target.key, None)
         name = self._model = name_of(target.path, self.pool.site.arguments["model_folders"])
         self._on_change()

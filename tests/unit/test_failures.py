@@ -113,7 +113,7 @@ def test_what_is_said_to_users_needs_no_traceback(kind, traced):
 
 def test_a_start_that_hangs_names_the_remedies(monkeypatch):
     monkeypatch.setattr("cp_runtime.pool.failures.collect_stacks", lambda *_: "stacks.txt")
-    error = missed_deadline("connecting", 20, {0: Progress()}, frozenset(), ended(0), [], advice())
+    error = missed_deadline("connecting", 20, {0: Progress()}, ended(0), [], advice())
     for words in ("did not finish connecting within 20 s", "CP_CONNECT_TIMEOUT", "NCCL_P2P_DISABLE=1", "to auto"):
         assert words in str(error)
 

@@ -37,8 +37,8 @@ def transformer(seed):
 
 def replies(**second):
     good = Loaded(
-        digest=weight_patches_digest([], PAYLOAD), patches_uuid="u1", dtype="torch.bfloat16", cast_dtype="None", formats=("fp8",),
-        samples=sample_weights(transformer(0)), layers=layers_of(transformer(0)), bytes=1, seconds=1.0,
+        digest=weight_patches_digest(REQUEST, PAYLOAD), patches_uuid="u1", dtype="torch.bfloat16", cast_dtype="None",
+        formats=("fp8",), samples=sample_weights(transformer(0)), layers=layers_of(transformer(0)), bytes=1, seconds=1.0,
     )  # fmt: skip
     return [good, replace(good, **second)]
 
@@ -77,6 +77,17 @@ def test_a_rank_that_differs_is_named(case):
     ours, second, words = CASES[case]
     with pytest.raises(MirrorError, match=words) if words else nullcontext():
         target(**ours).verify(REQUEST, PAYLOAD, replies(**second), [10, 11])
+
+
+@pytest.mark.parametrize(("travelled", "seen"), [(True, True), (False, False)])
+def test_all_bytes_of_patches_are_compared_where_they_cross_a_network(travelled, seen):
+    """A number between the samples is another one."""
+    block, request = torch.arange(1 << 16).view(torch.uint8), replace(REQUEST, travelled=travelled)
+    other = block.clone()
+    other[100] += 1
+    digests = [weight_patches_digest(request, each) for each in (block, other, block[: 1 << 16])]
+    assert (digests[0] != digests[1]) is seen
+    assert digests[2] not in digests[:2]
 
 
 def test_the_key_depends_on_everything_that_changes_the_weights():

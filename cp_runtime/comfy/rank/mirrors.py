@@ -106,7 +106,7 @@ class Mirrors:
         model = mirror.patcher.model
         dtype, cast_dtype = dtypes_of(model)
         return Loaded(
-            digest=weight_patches_digest(request.patches, block),
+            digest=weight_patches_digest(request, block),
             patches_uuid=str(mirror.patcher.patches_uuid),
             dtype=dtype,
             cast_dtype=cast_dtype,

@@ -83,7 +83,7 @@ class Target:
         model, file, factory = self.patcher.model, os.path.basename(self.path), self.recipe.factory
         dtype, cast_dtype = dtypes_of(model)
         expected = {
-            "digest": weight_patches_digest(request.patches, payload),
+            "digest": weight_patches_digest(request, payload),
             "patches_uuid": self.patches_uuid,
             "dtype": dtype,
             "cast_dtype": cast_dtype,
