@@ -23,7 +23,7 @@ from ...engine.config import PipelineSettings
 from ...engine.hooks import InstalledPlan
 from ...engine.mesh import SequenceMesh
 from ...engine.pipeline.pipeline import Part, Pipeline
-from ...engine.sharding import BatchShares, Shares, split_sizes
+from ...engine.sharding import BatchShares, Shares, batch_groups
 from ...engine.state import CallState
 from ...engine.weights.sharded import ShardedWeights
 from ...errors import PlanError
@@ -56,7 +56,6 @@ STACKED, UNSTACKED = frozenset(_STACKED.split()), frozenset(_UNSTACKED.split())
 # Names that model_base does not have: HiDream-O1's conditioning, LTX-2's second timestep.
 _ELSEWHERE = "a_timestep input_ids position_ids ref_image_grid_thw ref_patches ref_pixel_values token_types vinput_mask"
 STACKED_ELSEWHERE, UNSTACKED_ELSEWHERE = frozenset(_ELSEWHERE.split()), frozenset({"ar_len"})
-UNFAIR = 1.1  # a group may get this many times its share
 COND_KINDS = "cond_or_uncond"  # in transformer_options: the kind of each of the batch's equal parts
 SHARED = ("control", "transformer_options")  # arguments that every run of a forward gets as they are
 
@@ -77,10 +76,7 @@ def share_out(
         leading: names of the first two, latent and timestep.
         ranks: number of ranks of the pool.
         degree: number of groups that the user asked for; 0 = choose.
-        sequence: whether the ranks of a group can share a sequence. If so, there are as many groups as divide the batch, and the
-            ranks of each share its sequence. If not, only the batch can be shared: groups may be of uneven sizes, and a group
-            without items computes a copy of the first item.
-        group_shares: number of groups -> their shares. Groups with unequal shares must get nearly proportional items.
+        sequence, group_shares: see `batch_groups`. A group without items computes a copy of the first item.
         says: this rank logs why a batch is not shared.
     """
     stacked = STACKED | STACKED_ELSEWHERE | frozenset(leading)
@@ -92,21 +88,13 @@ def share_out(
         if items > unit and most > 1 and says:
             _warn_once(problem)
         return BatchShares(1, items, items, stacked)
-    count = items // unit
-    shares = {n: group_shares(n) for n in range(1, most + 1) if not ranks % n} if sequence else {most: group_shares(most)}
-    groups = max((n for n in shares if not most % n and _is_fair(count, n, shares[n])), default=1) if sequence else most
-    return BatchShares(groups, items, unit, stacked, shares[groups])
+    groups = batch_groups(items // unit, ranks, degree, sequence, group_shares)
+    return BatchShares(groups, items, unit, stacked, group_shares(groups))
 
 
 @lru_cache(maxsize=64)
 def _warn_once(problem: str) -> None:
     log.warning("the batch axis is not used: %s", problem)
-
-
-def _is_fair(items: int, groups: int, shares: Shares) -> bool:
-    """Return whether no group gets (much) more of the items than its share."""
-    parts = zip(split_sizes(items, groups, shares), shares or (1,) * groups, strict=True)
-    return max(own / share for own, share in parts) * (sum(shares) or groups) <= items * (UNFAIR if shares else 1)
 
 
 def _unshareable(arguments: Mapping[str, Any], stacked: frozenset[str], items: int, unit: int) -> Iterator[str]:

@@ -23,12 +23,11 @@ from torch import Tensor, nn
 from ...compat import compiler_counts
 from ...engine.collectives import RankGroup
 from ...engine.compiled import CompiledBlocks, CompileSettings, Failed
-from ...engine.cost import DegreePlanner
+from ...engine.cost import CallWork, DegreePlanner
 from ...engine.hooks import InstalledPlan
-from ...engine.mesh import BatchMesh, SequenceMesh, Stage, reduced
+from ...engine.mesh import BatchMesh, SequenceMesh, Stage
 from ...engine.pipeline.pipeline import Pipeline
 from ...engine.pipeline.stages import StagedWeights, Stages
-from ...engine.policy import CallWork
 from ...engine.sharding import BatchShares
 from ...engine.state import CallState
 from ...engine.weights.pages import trim_heap
@@ -215,14 +214,14 @@ class Mirrors:
         request: Call,
         arguments: dict[str, Any],
         mesh: BatchMesh,
-        planner_for: Callable[[SequenceMesh, tuple[int, ...]], DegreePlanner],
+        planner_for: Callable[[SequenceMesh, list[list[int]]], DegreePlanner],
         on_module: Callable[[], None],
         on_run: Callable[[int], bool] = lambda stages: True,
     ) -> tuple[Any, CallOutcome]:
-        """Run the model's own forward with `arguments` (by name) on all ranks, or on those that the call's split names.
+        """Run the model's own forward with `arguments` (by name) on as many ranks as the request says.
 
         Args:
-            planner_for: mesh of the ranks that share a sequence, all ranks that take part -> planner of the call.
+            planner_for: mesh of the ranks that share a sequence, ranks of all groups -> planner of the call.
             on_module, on_run: called at every planned module; and, where several runs of the forward follow each other, at each of
                 them, with the number of stages, to return whether the next one is sure to take place.
 
@@ -236,26 +235,23 @@ class Mirrors:
         forward = getattr(mirror.model, request.method)
         plan, leading, settings, everyone = mirror.installed.plan, request.leading, request.pipeline, mesh.whole
         stage = None if settings is None else mesh.stage(settings.stages)
-        mesh = mesh if stage is None else stage.ranks
+        # Where every rank keeps a part of the weights, all compute what one is to compute, since they put blocks together.
+        alone = request.ranks == 1 and mirror.placement != WHOLE
+        taking_part = stage.ranks if stage is not None else mesh.alone if alone else mesh.first(request.ranks)
+        if taking_part is None:
+            return None, CallOutcome(
+                idle=True, degrees=ALONE, at_work=request.ranks, room=room(self.device), compiled=mirror.compilation
+            )
+        mesh = taking_part
         may_share = plan.batch_is_shared(arguments) and request.batch_degree != 1
-        split, members = request.split, tuple(range(mesh.size))
         degree = request.batch_degree if may_share else 1
         shares = share_out(arguments, leading, mesh.size, degree, plan.shares_sequence, mesh.group_shares, everyone.rank == 0)
         items = shares.items // shares.unit if may_share else 1
-        if split is not None and split.batch <= items:
-            team = mesh.team(split.ranks, split.groups, split.ring, split.ulysses)
-            if team is None:
-                return None, CallOutcome(
-                    idle=True, degrees=ALONE, at_work=split.at_work, room=room(self.device), compiled=mirror.compilation
-                )
-            mesh, members = team, split.ranks
-            own = mesh.group_shares(split.groups)[: split.batch]  # with copies, the results of the first groups count
-            shares = replace(shares, groups=split.batch, copies=split.groups // split.batch, shares=reduced(own))
-        sequence = mesh.sequence(shares.taking_part)
-        part = take_items(shares, arguments, mesh.index(shares.taking_part))
+        sequence = mesh.sequence(shares.groups)
+        part = take_items(shares, arguments, mesh.index(shares.groups))
         in_place = {name: part.pop(name) for name in request.in_place if name in part}  # `LocalResiduals` copies even less
         part = {**owned(part, self.device), **in_place}
-        planner = planner_for(sequence, members)
+        planner = planner_for(sequence, mesh.members(shares.groups))
         latent = next(tensor.shape for name in leading for tensor in tensors(part[name]))
         needed = mirror.patcher.memory_required(list(latent)) * request.memory_scale * sequence.part
         self.free_buffers(keep=mirror)
@@ -273,6 +269,7 @@ class Mirrors:
                     mirror.installed, pipeline, forward, part, sequence, planner, settings, leading, may_share, on_module, on_run
                 )
                 staged = Staged(**pipeline.described(settings))
+            launched = time.perf_counter() - began - prelude
             ring, ulysses = planner.chosen or (1, 1)
             return shares.gather(out, mesh), CallOutcome(
                 degrees={"ulysses": ulysses, "ring": ring, "batch": shares.groups, **(staged.degrees if staged else {})},
@@ -284,6 +281,7 @@ class Mirrors:
                 predicted_bytes=planner.bytes_sent,
                 work=self._work(mirror, shares, items, planner, state) if staged is None else None,
                 prelude=prelude,
+                host=0.0 if self.device.type == "cpu" else launched,
                 staged=staged,
             )
 
