@@ -19,7 +19,7 @@ shares); with equal shares and heads that divide, l = 1 / P, c = 1 / R, h = 1 / 
 Shares are taken for the speeds of ranks: f and m of a rank are those of the mean rank times its share over the mean share. The
 choice has the least sum of attention, communication and merging; where two are equal, the higher Ulysses degree. Of the rounds in
 `ROUNDS`, the fewest are taken whose waiting is at most `NEARLY` of attention more than the least; beside a ring, one. `a`, `w`, `f`
-and `m` are measured on the ranks when they start (`measure`) and shared, so that every rank chooses alike. What a whole call costs is in
+and `m` are measured on the ranks when they start (`measure`) and shared, so that every rank chooses alike. For a whole call see
 `timing.prediction`.
 """
 

@@ -10,7 +10,7 @@ ranks measured when they started, and from the cost of its attentions:
 | term | where it comes from |
 |---|---|
 | `load(s)` | part of the tokens and items that the slowest rank has, over its speed: 1 for one rank of mean speed |
-| `attention`, `communication` | the cost model, of the slowest group; the link is that inside of machines where each group is on one |
+| `attention`, `communication` | the cost model, of the slowest group; on the link inside of machines where each group is on one |
 | `gathers` | the output, once per call: `latency + bytes / bandwidth` |
 | `weights` | where every rank keeps a part of them, once per call: `max(0, bytes / bandwidth - overlap compute(s))` |
 | `host` | what the host took to launch the work of s0, which fewer tokens do not lessen |

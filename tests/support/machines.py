@@ -76,7 +76,12 @@ class Calls:
         self.chooser = Chooser(times, "a machine", "a device", own or ranks.size)
 
     def run(
-        self, call: CallWork, kind: str = "flux", can: Callable[[int], bool] = everywhere, guess: CallWork | None = None, **machine: Any
+        self,
+        call: CallWork,
+        kind: str = "flux",
+        can: Callable[[int], bool] = everywhere,
+        guess: CallWork | None = None,
+        **machine: Any,
     ) -> tuple[int, float]:
         """(number of ranks, seconds) of the next call. `machine`: see `took`."""
         count = self.chooser.choose(kind, self.ranks, can, guess)
