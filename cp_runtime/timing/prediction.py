@@ -98,7 +98,7 @@ class Ranks:
 
     def way(self, work: CallWork, ranks: int) -> Way:
         """Return how so many ranks share a call."""
-        degree = self.batch_degree if work.items > 1 else 1
+        degree = self.batch_degree if work.items > 1 or not work.sequence else 1
         shares = lambda groups: self.group_shares(Way(ranks, groups))  # noqa: E731
         return Way(ranks, batch_groups(work.items, ranks, degree, work.sequence, shares))
 

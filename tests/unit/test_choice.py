@@ -143,6 +143,13 @@ def test_degrees_are_those_that_ranks_choose():
     assert degrees(work(), given, Way(4)) == (4, 1)
 
 
+def test_a_unet_shares_its_items_only():
+    for items, gain in ((1, 1.0), (2, 2.0), (3, 3.0)):
+        call = work(items=items, sequence=False)
+        run = on_one_rank(call, FAST)
+        assert run.seconds / predict(call, FAST, FAST.way(call, 4), Way(1), run) == pytest.approx(gain, rel=0.01)
+
+
 def test_the_first_run_warms_up(times):
     """What ran once runs once more; then one call that is late does not matter, and a machine that became slower does."""
     made, call = Calls(FAST, times), work()
