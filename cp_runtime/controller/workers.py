@@ -7,7 +7,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -300,24 +300,29 @@ class Workers:
         """Run a call on as many ranks as should make it fastest, and note what it took."""
         ranks, kind, chooser = self._ranks(config, target.key), run.now or call.kind(target.key), self._chooser
         failed, expected = self._shortages.of(config.devices, kind), target.demand.call
-        guess, count = call.guess(target.demand), ranks.size
-        if config.chooses_ranks:
-            count = chooser.choose(kind, ranks, lambda n: n not in failed and self._fits(ranks.largest_part(n) * expected), guess)
+        guess, count, choice = None, ranks.size, None
+        with _harmless():
+            guess = call.guess(target.demand)
+            if config.chooses_ranks:
+                count = chooser.choose(
+                    kind, ranks, lambda n: n not in failed and self._fits(ranks.largest_part(n) * expected), guess
+                )
         try:
             out, record = self._run(config, target.key, call, kind, count, cancelled)
         except RankOutOfMemory:
             if count < ranks.size:
                 self._shortages.note(config.devices, kind, count)
             raise
-        run.one_rank = chooser.who(ranks, 1)
-        self._add(kind, chooser.who(ranks, count), record, run)
-        report = record.reports[0]
-        if report.outcome.work is None:
-            raise ValueError("a call without a report on its work")
-        work = replace(report.outcome.work, result=report.nbytes, weights=report.bytes.get("weights", 0))
-        tokens = sum(report.outcome.tokens.values())
-        chooser.note(kind, ranks, count, work, _run_of(record.reports), tokens, guess)
-        return out, replace(record, choice=chooser.described(kind, ranks, count) if config.chooses_ranks else None)
+        with _harmless():
+            run.one_rank = chooser.who(ranks, 1)
+            self._add(kind, chooser.who(ranks, count), record, run)
+            report = record.reports[0]
+            if report.outcome.work is not None:
+                work = replace(report.outcome.work, result=report.nbytes, weights=report.bytes.get("weights", 0))
+                tokens = sum(report.outcome.tokens.values())
+                chooser.note(kind, ranks, count, work, _run_of(record.reports), tokens, guess)
+            choice = chooser.described(kind, ranks, count) if config.chooses_ranks else None
+        return out, replace(record, choice=choice)
 
     def _ranks(self, config: RuntimeConfig, key: str) -> Ranks:
         if self.pool.measured is None:
@@ -350,6 +355,7 @@ class Workers:
         finally:
             self.comparing = False
         self._add(kind, run.one_rank, record, run)
+        self._chooser.compared(kind, self._ranks(config, target.key))
         return out
 
     def run_exact(self, config: RuntimeConfig, target: ModelState, call: ModelCall, cancelled: Callable[[], bool]) -> Any:
@@ -430,6 +436,15 @@ class Workers:
             self._resident[key].aside = True
             self._encoder.reset()
         self.pool.request(MakeRoom(key=key, ranks=tuple(sorted(ranks))), timeout=UNLOAD_TIMEOUT)
+
+
+@contextlib.contextmanager
+def _harmless() -> Iterator[None]:
+    """Log what goes wrong with a measurement or a prediction: neither may end a prompt."""
+    try:
+        yield
+    except Exception:
+        log.exception("a call was not timed, or runs on all ranks without a choice")
 
 
 def _run_of(reports: Sequence[CallReport]) -> Run:

@@ -29,6 +29,7 @@ class Seen:
     work: CallWork
     runs: dict[int, Run] = field(default_factory=dict)  # the last ones, by number of ranks
     predicted: dict[int, float] = field(default_factory=dict)  # seconds, since the last new thing
+    compared: bool = False  # a call was repeated on one rank, which counts without a second time
 
 
 class Chooser:
@@ -99,6 +100,11 @@ class Chooser:
             link = link_of(work, ranks, ranks.way(work, count), seen.runs[count]) or self._link
             self._link = max(link, self._link) if first else link
 
+    def compared(self, kind: str, ranks: Ranks) -> None:
+        """Note that a call of a kind that has run was repeated on one rank."""
+        if (seen := self.seen(kind, ranks)) is not None:
+            seen.compared = True
+
     def described(self, kind: str, ranks: Ranks, count: int) -> dict[str, Any]:
         """Return the report's entry on the choice of a call that has run: the ranks at work, and the best of the others."""
         told: dict[str, Any] = {"ranks": count, "of": ranks.size, "alternative": None}
@@ -114,13 +120,14 @@ class Chooser:
         return told
 
     def _measured(self, kind: str, ranks: Ranks, counts: list[int]) -> dict[int, tuple[float, int]]:
-        """Return (seconds, how often they were measured) of numbers of ranks. What ran once and before the ranks started may have
-        been slow by chance: it does not count."""
+        """Return (seconds, how often they were measured) of numbers of ranks. What ran once, and before the ranks started, may
+        have been slow by chance: it does not count."""
         seen, found = self.seen(kind, ranks), {}
         for count in counts:
             samples = self._times.of(kind, self.who(ranks, count))
-            if len(samples) > 1 or (samples and seen is not None and count in seen.runs):
-                found[count] = least(samples), len(samples)
+            compared = count == 1 and seen is not None and seen.compared
+            if len(samples) > 1 or (samples and seen is not None and (compared or count in seen.runs)):
+                found[count] = least(samples), len(samples) + compared
         return found
 
     def _predicted(self, seen: Seen | None, ranks: Ranks, counts: list[int]) -> dict[int, float]:
