@@ -43,7 +43,7 @@ AT_FULL_LENGTH = [
     "tests/ranks/vae/test_vae.py",
     *(f"tests/ranks/weights/test_{name}.py" for name in ("patched", "staged_weights")),
     "tests/browser/test_help.py",
-    "tests/unit/test_call_times.py",
+    "tests/unit/test_times.py",
     "tests/gpu/test_gpu_check.py",
 ]
 HEAD = """# Reliability

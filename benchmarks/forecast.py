@@ -11,14 +11,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import inf
 
 import common
 
 from cp_runtime.engine.config import SequenceSettings
-from cp_runtime.engine.cost import AttentionShape, Rates
+from cp_runtime.engine.cost import AttentionShape, CallWork, Rates
 from cp_runtime.engine.measuring import Measured
-from cp_runtime.engine.policy import CallSplit, CallWork, Pool, Run, candidates, predict
+from cp_runtime.timing.prediction import Ranks, Run, Way, degrees, predict
 
 UNITS = 128  # multiprocessors of a device: from 82 (3090) to 170 (5090)
 PER_MACHINE = 8  # devices in one machine, where there are several
@@ -79,9 +78,9 @@ class Host:
     layer: float
     ring: float
 
-    def step(self, layers: int, split: CallSplit) -> float:
-        """Seconds of a step at least."""
-        return layers * (self.layer + (self.ring if split.ring > 1 else 0.0))
+    def step(self, layers: int, ring: int) -> float:
+        """Seconds of a step at least. `ring`: its degree."""
+        return layers * (self.layer + (self.ring if ring > 1 else 0.0))
 
 
 HOSTS = {"ComfyUI": Host(1.5e-3, 1e-4), "eager": Host(2.7e-3, 6e-4), "compiled": Host(1e-3, 1.5e-4)}
@@ -123,11 +122,13 @@ LINKS = {
 
 @dataclass(frozen=True)
 class Forecast:
-    """Seconds of one step, and the split that takes them."""
+    """Seconds of one step, and how it is shared."""
 
     seconds: float
     alone: float
-    split: CallSplit
+    way: Way
+    ring: int
+    ulysses: int
 
     @property
     def speedup(self) -> float:
@@ -137,30 +138,33 @@ class Forecast:
     @property
     def mode(self) -> str:
         """In words."""
-        degrees = {"CFG": self.split.batch, "ulysses": self.split.ulysses, "ring": self.split.ring}
-        return " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "one device"
+        named = {"CFG": self.way.groups, "ulysses": self.ulysses, "ring": self.ring}
+        return " x ".join(f"{name} {degree}" for name, degree in named.items() if degree > 1) or "one device"
 
 
 def work_of(model: Model, tokens: int | None = None) -> CallWork:
     """One step of a model in half precision."""
     count = tokens or model.tokens
     shape = AttentionShape(1, count, count, model.heads, model.heads, model.head_dim, 2)
-    return CallWork(model.items, True, ((shape, model.layers),), 2 * model.parameters * count, model.layers, 0)
+    return CallWork(model.items, True, ((shape, model.layers),), 2 * model.parameters * count)
 
 
-def pool_of(devices: int, link: Link, flops: float, rotate_method: str = "alltoall", apart: bool = False, rounds: int = 0) -> Pool:
-    """Equal devices on a link.
-
-    Args:
-        rounds: of Ulysses; 0 = as many as are best.
-        apart: those that share a sequence are in several machines. Then all that they send counts as sent between machines.
-    """
-    bandwidth = link.between if apart and link.between is not None else link.bandwidth
+def ranks_on(devices: int, link: Link, flops: float, **settings: object) -> Ranks:
+    """Equal devices on a link, in as many machines as it takes. `settings`: of the sequence."""
+    several = link.between is not None and devices > PER_MACHINE
     rates = Rates(
-        latency=link.latency, bandwidth=bandwidth, flops=flops, memory=flops / 100, overlap=1.0, linear=flops, units=UNITS
+        latency=link.latency,
+        bandwidth=link.between if several and link.between is not None else link.bandwidth,
+        flops=flops,
+        memory=flops / 100,
+        overlap=1.0,
+        linear=flops,
+        units=UNITS,
     )
-    settings = SequenceSettings(rotate_method=rotate_method, ulysses_rounds=rounds)  # type: ignore[arg-type]
-    return Pool(Measured((rates,) * devices, (), (0,) * devices), (), settings)
+    machines = tuple(f"{rank // PER_MACHINE}" for rank in range(devices)) if several else ()
+    inside = ((link.latency, link.bandwidth),) * devices if several else ()
+    measured = Measured((rates,) * devices, (0,) * devices, machines, inside)
+    return Ranks(measured, (), SequenceSettings(**settings))  # type: ignore[arg-type]
 
 
 def operations(work: CallWork) -> float:
@@ -170,16 +174,18 @@ def operations(work: CallWork) -> float:
 
 
 def forecast(work: CallWork, devices: int, link: Link, alone: float, host: Host = HOSTS["ComfyUI"]) -> Iterator[Forecast]:
-    """Every split of a call over some devices.
+    """What CP Config chooses from: one device, those of one machine, and all of them.
 
     Args:
         alone: seconds of a step on one device.
     """
-    pools = [pool_of(devices, link, operations(work) / alone, apart=apart) for apart in (False, True)]
-    one, run = CallSplit((0,), 1, 1, 1), Run(alone, alone, 0.0)
-    for split in candidates(work, pools[0]):
-        seconds = predict(work, pools[split.sequence > PER_MACHINE], split, one, run)
-        yield Forecast(max(seconds, min(alone, host.step(sum(count for _, count in work.attentions), split))), alone, split)
+    ranks = ranks_on(devices, link, operations(work) / alone)
+    for count in sorted({1, devices, min(devices, PER_MACHINE) if link.between is not None else devices}):
+        way = ranks.way(work, count)
+        ring, ulysses = degrees(work, ranks, way)
+        seconds = predict(work, ranks, way, Way(1), Run(alone, alone, 0.0))
+        least = min(alone, host.step(sum(count for _, count in work.attentions), ring))
+        yield Forecast(max(seconds, least), alone, way, ring, ulysses)
 
 
 def best(work: CallWork, devices: int, link: Link, alone: float) -> Forecast:
@@ -204,15 +210,12 @@ def main(command: Sequence[str] | None = None) -> None:
     model = replace(model, items=1) if options.no_cfg else model
     work = work_of(model, options.tokens)
     alone, tokens = options.seconds or operations(work) / link.flops, options.tokens or model.tokens
-    found: dict[int, Forecast] = {}
-    for each in forecast(work, options.devices, link, alone, HOSTS["compiled" if options.compiled else "ComfyUI"]):
-        if each.seconds < found.get(each.split.at_work, Forecast(inf, alone, each.split)).seconds:
-            found[each.split.at_work] = each
-    chosen = min(found.values(), key=lambda each: each.seconds)
+    found = list(forecast(work, options.devices, link, alone, HOSTS["compiled" if options.compiled else "ComfyUI"]))
+    chosen = min(found, key=lambda each: each.seconds)
     lines = [
         f"{model.name}: {tokens} tokens, {options.devices} devices, {link.name}. Predicted, not measured.",
         f"{'devices at work':<17}{'split':<28}{'s per step':>11}{'speed-up':>10}",
-        *(f"{n:<17}{each.mode:<28}{each.seconds:>11.3g}{each.speedup:>9.2f}x" for n, each in sorted(found.items())),
+        *(f"{each.way.ranks:<17}{each.mode:<28}{each.seconds:>11.3g}{each.speedup:>9.2f}x" for each in found),
         f"CP Config would take {chosen.mode}: {chosen.speedup:.2f} times as fast as one device.",
     ]
     sys.stdout.write("\n".join(lines) + "\n")

@@ -181,7 +181,7 @@ def rank_main(what: str, repetitions: int, links: list[str]) -> None:
     shape = AttentionShape(1, tokens, tokens, HEADS, HEADS, HEAD_DIM, 4)
     for name in links:
         limit(sent / alone / LINKS[name] if LINKS[name] else math.inf)
-        rates = measure(mesh, torch.device("cpu")).of(tuple(range(world)))
+        rates = measure(mesh, torch.device("cpu")).of(range(world))
         settings = SequenceSettings(ring_degree=1, ulysses_degree=world)
         chosen = f"{DegreePlanner(settings, world, rates)(shape).ulysses_rounds} rounds"
         free = DegreePlanner(replace(settings, ring_degree=0, ulysses_degree=0), world, rates)(shape)

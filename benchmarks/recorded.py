@@ -22,7 +22,7 @@ from common import NOTES
 
 HERE = Path(__file__).resolve().parent
 RECORDED = HERE / "recorded.json"
-BENCHMARKS = ("call_overhead", "memory", "attention", "flux_step", "batch", "sharded", "compiled", "policy", "vae")
+BENCHMARKS = ("call_overhead", "memory", "attention", "flux_step", "batch", "sharded", "compiled", "shares", "vae")
 TAKE_QUICK = ("attention", "flux_step", "batch", "sharded", "compiled", "vae")
 MOVED = 0.05  # share of a ratio; below it is the noise of these machines
 

@@ -10,15 +10,15 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from functools import cached_property
-from math import log2
+from math import log2, prod
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
 from common import ROOT
-from forecast import HOSTS, LINKS, MODELS, Model, best, operations, pool_of, work_of
+from forecast import HOSTS, LINKS, MODELS, Forecast, Model, best, operations, ranks_on, work_of
 
-from cp_runtime.engine.policy import CallSplit, Run, predict
+from cp_runtime.timing.prediction import Run, Way, predict
 
 DEVICES = (2, 4, 8, 16, 64)
 SHOWN = {
@@ -38,15 +38,15 @@ this page. For your own model, size and link, in a clone:
     python benchmarks/forecast.py --model wan14b --tokens 75600 --devices 4 --link pcie4
 
 `--seconds` gives the time of a step on one of your devices. CP Config uses the same formula
-([`policy.py`](../../cp_runtime/engine/policy.py), [`cost.py`](../../cp_runtime/engine/cost.py)) with the speeds that the ranks
-measure.
+([`prediction.py`](../../cp_runtime/timing/prediction.py), [`cost.py`](../../cp_runtime/engine/cost.py)) with the speeds that the
+ranks measure.
 
 ## Times as fast as one device
 
 ![Predicted speed-up over the number of devices, one plot per model](../images/scaling.svg)
 
-Each cell has the fastest split over at most that many devices: C groups for CFG, U Ulysses, R ring; 1.00 without a split if one
-device is fastest. Beside each link: seconds of a step on one device. Assumptions:
+Each cell has the fastest of what CP Config chooses from: all of that many devices, those of one machine, or one. C groups for CFG,
+U Ulysses, R ring; 1.00 without a split if one device is fastest. Beside each link: seconds of a step on one device. Assumptions:
 
 {links}
 
@@ -54,9 +54,9 @@ No step is faster than the host launches its kernels: {host:.2g} ms for each lay
 ([gpu.md](../gpu.md)), whose step of Flux the operations per second of H100 and H200 give, too, and {compiled:.2g} ms for compiled
 blocks (`forecast.py --compiled`).
 
-Not modelled: text encoders and VAEs, links that several devices share, unequal devices, and a fast axis inside machines with a slow
-one between them: whatever ranks of several machines exchange counts as sent between machines. A device holds the whole model, or
-its part of the weights arrives in time.
+Not modelled: text encoders and VAEs, links that several devices share, unequal devices, and one sequence over a fast axis inside
+machines and a slow one between them. CFG halves stay each on one machine. A device holds the whole model, or its part of the
+weights arrives in time.
 
 """
 
@@ -73,10 +73,18 @@ milliseconds.
 """
 
 
+class Split(NamedTuple):
+    """Degrees of a published run."""
+
+    batch: int
+    ring: int
+    ulysses: int
+
+
 class Replay(NamedTuple):
     """A split, what it took, and what the model says, in the unit of the run."""
 
-    split: CallSplit
+    split: Split
     time: float
     predicted: float
 
@@ -117,22 +125,19 @@ class Published:
     note: str = ""
 
     @property
-    def rows(self) -> list[tuple[CallSplit, float]]:
+    def rows(self) -> list[tuple[Split, float]]:
         """Every split, and what it took."""
-        found = []
-        for text, time in (each.split() for each in self.times.split(",")):
-            batch, ring, ulysses = map(int, text.split("x"))
-            found.append((CallSplit(tuple(range(batch * ring * ulysses)), batch, ring, ulysses), float(time)))
-        return found
+        return [(Split(*map(int, text.split("x"))), float(time)) for text, time in (each.split() for each in self.times.split(","))]
 
-    def predicted(self, split: CallSplit, flops: float) -> float:
+    def predicted(self, split: Split, flops: float) -> float:
         """Return what a split takes on devices of that speed, in the unit of the times."""
-        work = work_of({**MODELS, **ONLY_PUBLISHED}[self.model], self.tokens)
-        alone, one = operations(work) / flops, CallSplit((0,), 1, 1, 1)
-        pool = pool_of(split.at_work, LINKS[self.link], flops, self.rotate_method, rounds=1)
-        seconds = predict(work, pool, split, one, Run(alone, alone, 0.0))
+        work, count = work_of({**MODELS, **ONLY_PUBLISHED}[self.model], self.tokens), prod(split)
+        settings = {"ring_degree": split.ring, "ulysses_degree": split.ulysses, "ulysses_rounds": 1}
+        ranks = ranks_on(count, LINKS[self.link], flops, rotate_method=self.rotate_method, **settings)
+        alone = operations(work) / flops
+        seconds = predict(work, ranks, Way(count, split.batch), Way(1), Run(alone, alone, 0.0))
         if self.host:
-            seconds = max(seconds, HOSTS[self.host].step(MODELS[self.model].layers, split))
+            seconds = max(seconds, HOSTS[self.host].step(MODELS[self.model].layers, split.ring))
         return seconds * self.calls * (1e3 if self.milliseconds else 1)
 
     @cached_property
@@ -164,7 +169,11 @@ def links() -> str:
     return "\n".join(lines)
 
 
-def short(split: CallSplit) -> str:
+def split_of(found: Forecast) -> Split:
+    return Split(found.way.groups, found.ring, found.ulysses)
+
+
+def short(split: Split) -> str:
     """A split in short, as C2·U4·R2; empty for one device."""
     degrees = {"C": split.batch, "U": split.ulysses, "R": split.ring}
     return "·".join(f"{name}{degree}" for name, degree in degrees.items() if degree > 1)
@@ -181,7 +190,7 @@ def table() -> str:
             link = LINKS[name]
             alone = operations(work) / link.flops
             fastest = [best(work, devices, link, alone) for devices in DEVICES]
-            cells = [f"{found.speedup:.2f} {short(found.split)}".rstrip() for found in fastest]
+            cells = [f"{found.speedup:.2f} {short(split_of(found))}".rstrip() for found in fastest]
             rows.setdefault(f"{alone:.3g} | {' | '.join(cells)}", []).append(link.name.partition(" (")[0])
         lines += [f"| {' or '.join(names)}, {cells} |" for cells, names in rows.items()] + [""]
     return "\n".join(lines) + "\n"

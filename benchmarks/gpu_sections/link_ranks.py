@@ -51,7 +51,7 @@ def group_bytes():
 
 
 with torch.inference_mode():
-    rates = measure(mesh, device).of(tuple(range(world)))
+    rates = measure(mesh, device).of(range(world))
     link = {"latency_us": 1e6 * rates.latency, "GB_per_second": rates.bandwidth / 1e9}
     report(**link, TFLOPS=rates.flops / 1e12, MB_of_a_group=group_bytes() / 1e6)
     for total in map(int, lengths.split(",")):

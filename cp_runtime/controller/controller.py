@@ -21,6 +21,7 @@ from ..pool.config import RuntimeConfig, WorkerSite
 from ..pool.forking import OtherMachines
 from ..pool.peers import forget_ways
 from ..pool.worker_pool import CallCancelled
+from ..timing.times import Times
 from .calls import ModelCall, ModelState
 from .journal import Journal, KeptPreferences
 from .placement import Resident, Shortages
@@ -41,6 +42,7 @@ class Controller:
 
     Attributes:
         workers: None before the first use. Another thread may replace it, so read it once and use what was read.
+        times: of calls and starts, also those of earlier processes.
         journal: outlives the workers.
         preferences: for graphs without a CP Config.
     """
@@ -53,7 +55,8 @@ class Controller:
     ) -> None:
         self._site, self._free_for_ranks, self._others = site, free_for_ranks, others
         self.workers: Workers | None = None
-        self.journal = Journal()
+        self.times = Times()
+        self.journal = Journal(self.times)
         self.preferences = KeptPreferences()
         self._lock = threading.RLock()
         self._shortages = Shortages()
@@ -96,7 +99,7 @@ class Controller:
         def run(call: ModelCall) -> tuple[Any, CallRecord]:
             workers = self._loaded(config, target, cancelled)
             workers.attach_networks(call, cancelled)
-            return workers.call(config, target, call, node, cancelled)
+            return workers.call(config, target, call, node, self.journal.run, cancelled)
 
         with self._exclusive(cancelled), self._noted():
             try:
@@ -172,8 +175,8 @@ class Controller:
         record: CallRecord,
         cancelled: Callable[[], bool],
     ) -> float:
-        """Note how long a call takes on one device: this one, if it ran there, or a repetition of it if the user asked for one or
-        it is worth its time; and by how much `out` differs from what it gives there, or of a call in patches, from the exact one.
+        """Run a call once more on one device if the user asked for it or it is worth its time, and note what it took there and by
+        how much `out` differs from what it gives there; of a call in patches, from what the exact one gives.
 
         Returns the seconds that belong to no call of the run.
         """
@@ -181,7 +184,7 @@ class Controller:
         if journal.run.calls < 2 or workers is None:  # the first call warms up
             return 0.0
         if record.at_work == 1:
-            journal.measured(record.seconds)
+            journal.measured()
             return 0.0
         asked = journal.measuring
         if self.preferences.chosen.measure and journal.is_worth_measuring(record):
@@ -189,27 +192,27 @@ class Controller:
         if not journal.measuring:
             return 0.0
         if journal.run.kind is None:
-            journal.measured(None, "sizes")
+            journal.measured("sizes")
             return 0.0
         staged, began = record.reports[0].outcome.staged, time.monotonic()
         try:
             if staged is None:
                 log.info("running this call once more, on one device, to compare with")
-                alone = workers.run_alone(config, target, call, lambda: cancelled() or not journal.measuring)
+                alone = workers.measure(config, target, call, journal.run, lambda: cancelled() or not journal.measuring)
                 if alone is None:
-                    journal.measured(None, "memory")
+                    journal.measured("memory")
                 else:
-                    journal.measured(alone[1], difference=difference(out, alone[0]))
+                    journal.measured(difference=difference(out, alone))
             elif staged.patches == config.staged.patches:  # no warm-up call
                 exact = workers.run_exact(config, target, call, cancelled) if staged.patches > 1 else out
-                journal.measured(None, "staged", difference(out, exact) if staged.patches > 1 else None)
+                journal.measured("staged", difference(out, exact) if staged.patches > 1 else None)
         except CallCancelled:
             if cancelled():  # the prompt; the next one measures, if the user asked for it
                 journal.measuring = asked
                 raise
-            journal.measured(None, "cancelled")
+            journal.measured("cancelled")
         except Exception as error:  # noqa: BLE001  (the prompt has what it asked for; the next run need not fail as well)
-            journal.measured(None, "failed")
+            journal.measured("failed")
             self._failed(error)
             log.warning("a call was not compared with one device: %s: %s", type(error).__name__, error)
         return time.monotonic() - began
@@ -255,7 +258,7 @@ class Controller:
             raise PoolError("ComfyUI is shutting down")
         log.info("starting %d ranks on %s", config.world_size, ", ".join(config.devices))
         # Visible while they start, so that they can be aborted.
-        workers = self.workers = Workers(config, self._site(), self.journal.changed.set, self._shortages, self._others)
+        workers = self.workers = Workers(config, self._site(), self.journal.changed.set, self._shortages, self.times, self._others)
         self.journal.changed.set()
         workers.start(cancelled)
         return workers

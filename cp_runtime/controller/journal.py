@@ -1,5 +1,5 @@
-"""Records behind the status and the report of CP Sampler: the last error, the last sampling run, and times on one device to compare
-it with. Those and what a user has chosen in the panel outlive this process."""
+"""Records behind the status and the report of CP Sampler: the last error and the last sampling run; and what a user has chosen in
+the panel, which outlives this process."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
+from ..cache import CacheFile
 from ..errors import ContextParallelError
-from ..pool.kept import KeptFile, KeptSamples
 from ..pool.protocol import decode
+from ..timing.times import Times
 from .run_stats import CallRecord, Node, RunStats, Speed
 
 ERRORS = 10  # that are kept
@@ -43,7 +43,7 @@ def public_message(error: BaseException) -> str:
 
 
 class Journal:
-    """This process's record of its runs. `file`: of times on one device, from the user's cache folder.
+    """This process's record of its runs. `times`: of calls, on one device as on several.
 
     Attributes:
         run: the sampling run that goes on, or went on last, on one device or on the workers.
@@ -54,16 +54,14 @@ class Journal:
         changed: set whenever the status changes. Whoever waits for it clears it.
     """
 
-    def __init__(self, file: str | Path = "one_device.json") -> None:
-        self.run = RunStats(None)
+    def __init__(self, times: Times) -> None:
+        self.run, self._times = RunStats(None), times
         self.node: Node | None = None
         self.last_error: Failure | None = None
         self.errors: deque[Failure] = deque(maxlen=ERRORS)
         self.changed = threading.Event()
         self.measuring = False
         self._obstacle: tuple[str | None, str] = None, ""  # a kind of run, and why it could not be measured on one device
-        self._file = KeptFile(file)
-        self._one_device: dict[str, KeptSamples] = {}  # by device and driver
         self._taken: dict[str, float] = {}  # seconds of all runs that ended well, by kind
 
     def end_run(self, steps: int = 0) -> None:
@@ -72,11 +70,9 @@ class Journal:
         run.finish(steps)
         if run.kind is not None:
             self._taken[run.kind] = self._taken.get(run.kind, 0.0) + run.taken
-        if run.last is None and run.per_call:
-            run.alone = [run.per_call]
-        if run.kind is not None and run.alone:
-            seconds, run.alone = median(run.alone), []
-            self._times.add(run.kind, seconds)
+            if run.last is None and run.per_call:
+                self._times.add(run.kind, run.machine, run.per_call)
+        self._times.save()
         self.did_well()
 
     def did_well(self) -> None:
@@ -114,21 +110,16 @@ class Journal:
         self.measuring = False
         self.changed.set()
 
-    def measured(self, seconds: float | None, obstacle: str = "", difference: float | None = None) -> None:
+    def measured(self, obstacle: str = "", difference: float | None = None) -> None:
         """Note that a call ran on one device, by choice, or was repeated there.
 
-        The time is kept on disk when the run ends: all its calls may be such.
-
         Args:
-            seconds: that it took there; None = it could not be done.
-            obstacle: why not, of OBSTACLES.
+            obstacle: why it could not, of OBSTACLES.
             difference: of the result from that on the ranks.
         """
         if difference is not None:
             self.run.difference = difference
         self.measuring, self._obstacle = False, (self.run.kind, obstacle)
-        if self.run.kind is not None and seconds is not None:
-            self.run.alone.append(seconds + self.run.between)
 
     def is_worth_measuring(self, record: CallRecord) -> bool:
         """Return whether this call of the run may be repeated on one device although nobody has asked for it: the first time for
@@ -140,11 +131,9 @@ class Journal:
 
     @property
     def alone(self) -> tuple[float, ...]:
-        """Seconds per call of runs like this one on one device, as often as they were measured; of this run, their median."""
+        """Seconds of calls like those of this run on one device, in runs there and on one rank, as often as they were measured."""
         run = self.run
-        if run.kind is None:
-            return ()
-        return self._times.get(run.kind, ()) + ((median(run.alone),) if run.alone else ())
+        return () if run.kind is None else self._times.of(run.kind, run.machine) + self._times.of(run.kind, run.one_rank)
 
     @property
     def speed(self) -> Speed | None:
@@ -163,17 +152,6 @@ class Journal:
             calls=run.done,
         )
 
-    @property
-    def _times(self) -> KeptSamples:
-        """Times on a device like that of the run."""
-        machine = self.run.machine
-        kept = self._one_device.get(machine)
-        # Two threads may come here first: what one of them records must not be lost with a second object.
-        return self._one_device.setdefault(machine, KeptSamples(self._file, machine)) if kept is None else kept
-
-
-NAME = "panel"
-
 
 @dataclass(frozen=True)
 class Preferences:
@@ -187,12 +165,11 @@ class KeptPreferences:
     """The choices, and their file. `file`: its path, from the user's cache folder."""
 
     def __init__(self, file: str | Path = "preferences.json") -> None:
-        self._file, self.chosen = KeptFile(file), Preferences()
-        entry = {name: value for name, value in self._file.read(NAME).get(NAME, {}).items() if name != "time"}
+        self._file, self.chosen = CacheFile(file), Preferences()
         with contextlib.suppress(ValueError):
-            self.chosen = decode(Preferences, entry)
+            self.chosen = decode(Preferences, self._file.read())
 
     def choose(self, **changes: Any) -> None:
         """Change some of them."""
         self.chosen = replace(self.chosen, **changes)
-        self._file.put(NAME, NAME, asdict(self.chosen))
+        self._file.put(asdict(self.chosen))

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from ..engine.weights.blocks import Sizes
 from ..errors import UnsupportedError
 from ..pool.config import RuntimeConfig
-from ..pool.kept import remember
 from ..pool.settings import OFFLOADED, PLACEMENTS, STAGED, WHOLE
+from ..timing.times import remember
 
 GB = 1e9
 HELD = {

@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from ..pool.messages import CallReport
-from .calls import CallKind
+from ..timing.times import kind_of
 
 PARTS = ("compute", "communication", "wait")
 SUMS = ("seconds", "communication_seconds", "communication_bytes", "predicted_seconds", "predicted_bytes")
@@ -64,7 +64,7 @@ class CallRecord:
     reports: list[CallReport]
     pids: list[int]
     node: Node | None = None  # that it ran for
-    # Of the ranks that took part, as `calls.Chooser.note` describes it; None where there was none
+    # Of the ranks that took part, as `Chooser.described` says it; None where there was none
     choice: dict[str, Any] | None = None
 
     @property
@@ -88,8 +88,9 @@ class RunStats:
 
     Attributes:
         steps: of the sampler; 0 = the run is not over.
-        alone: seconds that its calls took, or would take, on one device, where that was measured in this run.
-        kind: name of the kind of all its calls; None where they differ, or without a key. Runs of one kind take the same time.
+        now: kind of the call that goes on; None between two calls, or without a key.
+        kind: of all its calls; None where they differ, or without a key. Runs of one kind take the same time.
+        one_rank: name of one of the ranks in the table of times, where they computed a call.
         calls, done: that have begun, and that have returned.
         last: the last call on the ranks; None on one device.
         difference: of a call's result from that on one device (`nested.difference`), or of a call in patches from the exact one;
@@ -102,9 +103,10 @@ class RunStats:
     def __init__(self, key: str | None, machine: str = "", unit: str = "device") -> None:
         self.calls = self.done = self.count = self.patched = 0
         self.kind: str | None = None
-        self.machine, self.unit = machine, unit
+        self.now: str | None = None
+        self.machine, self.unit, self.one_rank = machine, unit, ""
         self.difference: float | None = None
-        self.steps, self.alone = 0, list[float]()
+        self.steps = 0
         self.last: CallRecord | None = None
         self.rank_0: dict[str, float] = {}
         self.times: list[dict[str, float]] = []
@@ -115,10 +117,10 @@ class RunStats:
         self._alone = True  # no call but the first is in the sums
 
     def enter(self, arguments: dict[str, Any]) -> None:
-        """Note that a call begins."""
-        kind = None if self._key is None else CallKind.of(self._key, arguments).name
+        """Note that a call begins. `arguments`: those that tell kinds of calls apart."""
+        self.now = None if self._key is None else kind_of(self._key, arguments)
         self.calls += 1
-        self.kind = kind if self.calls == 1 or kind == self.kind else None
+        self.kind = self.now if self.calls == 1 or self.now == self.kind else None
         self._last = time.monotonic()
         if self.calls == 1:
             self._first = self._last
@@ -127,7 +129,7 @@ class RunStats:
 
     def leave(self) -> None:
         """Note that the call has returned. A device may still compute it."""
-        self.done, self._ended = self.calls, time.monotonic()
+        self.done, self._ended, self.now = self.calls, time.monotonic(), None
 
     def finish(self, steps: int = 0) -> None:
         """Note that the result of the run is there. `steps`: of the sampler."""

@@ -7,27 +7,29 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from ..engine.policy import CallSplit
+from ..engine.measuring import device_driver
 from ..errors import ContextParallelError, RankOutOfMemory
 from ..pool.channel import SharedBlock
 from ..pool.config import RuntimeConfig, WorkerSite
 from ..pool.forking import OtherMachines
-from ..pool.kept import KeptFile, KeptSamples
 from ..pool.messages import AttachNetwork, Available, Call, CallReport, Drop, MakeRoom
 from ..pool.protocol import TensorPacker, flatten
 from ..pool.settings import OFFLOADED, PLACEMENTS, SHARDED, STAGED, WHOLE
 from ..pool.tensor_cache import CallEncoder
 from ..pool.worker_pool import WorkerPool
-from .calls import CallKind, Chooser, ModelCall, ModelState, Pace
+from ..timing.choice import Chooser
+from ..timing.prediction import Ranks, Run
+from ..timing.times import Times, digest
+from .calls import ModelCall, ModelState, Pace
 from .journal import Failure
 from .placement import GB, Choice, Resident, Shortages, asked_of, choose, held_parts, name_of, next_smaller
-from .run_stats import CallRecord, Node, unit_of
+from .run_stats import CallRecord, Node, RunStats, unit_of
 
 log = logging.getLogger("context_parallel")
 
@@ -40,6 +42,7 @@ class Workers:
     Args:
         on_change: called when the status has changed.
         shortages: what ranks ran out of memory with, in this pool or one before.
+        times: of calls and starts.
 
     Attributes:
         last_call, last_vae_call: of whatever model, and of a VAE; None before the first one.
@@ -55,6 +58,7 @@ class Workers:
         site: WorkerSite,
         on_change: Callable[[], None],
         shortages: Shortages,
+        times: Times,
         others: OtherMachines | None = None,
     ) -> None:
         self.pool = WorkerPool(config, site, others)
@@ -63,7 +67,7 @@ class Workers:
         self.sampling = False
         self.failure: Failure | None = None
         self.comparing = False
-        self._starts = KeptSamples(KeptFile("starts.json"), ", ".join(config.devices))
+        self._times = times
         self._on_change = on_change
         self._model = ""  # name of the model of the last load or call
         self._resident: dict[str, Resident] = {}  # by key
@@ -76,14 +80,21 @@ class Workers:
 
     def start(self, cancelled: Callable[[], bool] | None) -> None:
         """Start the ranks. Raises what `WorkerPool.start` raises."""
-        self.pool.start(cancelled)
-        self._chooser = Chooser(self.pool, self._shortages)
-        self._starts.add(str(self.pool.imports), self.pool.seconds["start"])
+        pool = self.pool
+        pool.start(cancelled)
+        machine = *pool.device_names, pool.backend, device_driver(), pool.peer_to_peer, pool.shares, *pool.config.machines
+        self._chooser = Chooser(self._times, machine, f"{pool.device_names[0]}, {device_driver()}", len(pool.config.local))
+        self._times.add("start", self._start_name, pool.seconds["start"])
+        self._times.save()
+
+    @property
+    def _start_name(self) -> str:
+        return digest(self.pool.config.devices, self.pool.imports)
 
     @property
     def last_start(self) -> float | None:
         """Seconds that such a start took the last time, in this process or one before; None where there was none."""
-        return self._starts.get(str(self.pool.imports), (None,))[-1]
+        return next(reversed(self._times.of("start", self._start_name)), None)
 
     @property
     def loading(self) -> tuple[str, float | None] | None:
@@ -261,40 +272,81 @@ class Workers:
             self._networks[key] = weakref.ref(call.networks[key])
 
     def call(
-        self, config: RuntimeConfig, target: ModelState, call: ModelCall, node: Node | None, cancelled: Callable[[], bool]
+        self,
+        config: RuntimeConfig,
+        target: ModelState,
+        call: ModelCall,
+        node: Node | None,
+        run: RunStats,
+        cancelled: Callable[[], bool],
     ) -> tuple[Any, CallRecord]:
-        """Run a call of the model `target`, which must be loaded. Returns its output and its record."""
-        sharded = self._sharded(target.key)
-        chosen, kind, self.sampling = None, call.kind(target.key), call.sampling
-        placement = self._resident[target.key].choice.placement
-        if call.sampling and placement != STAGED:
-            chosen = self._chooser.choose(config, kind, sharded, lambda part: self._fits(part * target.demand.call))
-        try:
-            out, record = self._run(config, target.key, call, kind, None if chosen is None else chosen.split, cancelled)
-        except RankOutOfMemory:
-            if chosen is not None:
-                self._chooser.failed(chosen)
-            raise
-        choice = None if chosen is None else self._chooser.note(config, chosen, record.reports, sharded)
+        """Run a call of the model `target`, which must be loaded. Returns its output and its record. `run`: that it belongs to, if
+        it is one of sampling."""
+        self.sampling, placement = call.sampling, self._resident[target.key].choice.placement
+        if not call.sampling or placement == STAGED:
+            out, record = self._run(config, target.key, call, call.kind(target.key), self.pool.world_size, cancelled)
+        else:
+            out, record = self._timed(config, target, call, run, cancelled)
         if config.weights == "auto" and placement in (SHARDED, OFFLOADED) and self._link_is_slow(record):
             self._slow.add(target.key)
-        self.last_call = record = replace(record, node=node, choice=choice)
+        self.last_call = record = replace(record, node=node)
         if not call.sampling:
             self.last_vae_call = record
         return out, record
 
-    def run_alone(
-        self, config: RuntimeConfig, target: ModelState, call: ModelCall, cancelled: Callable[[], bool]
-    ) -> tuple[Any, float] | None:
-        """Run a call once more, on one rank; return its output and the seconds. None where one rank does not have the
+    def _timed(
+        self, config: RuntimeConfig, target: ModelState, call: ModelCall, run: RunStats, cancelled: Callable[[], bool]
+    ) -> tuple[Any, CallRecord]:
+        """Run a call on as many ranks as should make it fastest, and note what it took."""
+        ranks, kind, chooser = self._ranks(config, target.key), run.now or call.kind(target.key), self._chooser
+        failed, expected = self._shortages.of(config.devices, kind), target.demand.call
+        guess, count, choice = None, ranks.size, None
+        with _harmless():
+            guess = call.guess(target.demand)
+            if config.chooses_ranks:
+                count = chooser.choose(
+                    kind, ranks, lambda n: n not in failed and self._fits(ranks.largest_part(n) * expected), guess
+                )
+        try:
+            out, record = self._run(config, target.key, call, kind, count, cancelled)
+        except RankOutOfMemory:
+            if count < ranks.size:
+                self._shortages.note(config.devices, kind, count)
+            raise
+        with _harmless():
+            run.one_rank = chooser.who(ranks, 1)
+            self._add(kind, chooser.who(ranks, count), record, run)
+            report = record.reports[0]
+            if report.outcome.work is not None:
+                work = replace(report.outcome.work, result=report.nbytes, weights=report.bytes.get("weights", 0))
+                tokens = sum(report.outcome.tokens.values())
+                chooser.note(kind, ranks, count, work, _run_of(record.reports), tokens, guess)
+            choice = chooser.described(kind, ranks, count) if config.chooses_ranks else None
+        return out, replace(record, choice=choice)
+
+    def _ranks(self, config: RuntimeConfig, key: str) -> Ranks:
+        if self.pool.measured is None:
+            raise RuntimeError("the ranks are not ready")
+        return Ranks(self.pool.measured, self.pool.shares, config.sequence, config.batch_degree, self._sharded(key))
+
+    def _add(self, kind: str, who: str, record: CallRecord, run: RunStats) -> None:
+        """Put what a call took into the table, with what the sampler does between two calls. The first one of a run may warm
+        something up: it counts while there is no other."""
+        if run.calls > 1 or not self._times.of(kind, who):
+            waited = max(report.outcome.prelude for report in record.reports)
+            self._times.add(kind, who, record.seconds - waited + run.between)
+
+    def measure(
+        self, config: RuntimeConfig, target: ModelState, call: ModelCall, run: RunStats, cancelled: Callable[[], bool]
+    ) -> Any:
+        """Run a call once more, on one rank, and note what it took. Returns its output; None where one rank does not have the
         memory. Where every rank keeps a part of the weights, all compute the same, since they put blocks together."""
         if not self._fits(target.demand.call):
             return None
-        alone = CallSplit(tuple(range(self.pool.world_size)) if self._sharded(target.key) else (0,), 1, 1, 1)
+        kind = run.now or call.kind(target.key)
         self.comparing = True
         try:
-            out, record = self._run(config, target.key, call, call.kind(target.key), alone, cancelled)
-            return out, record.seconds
+            out, record = self._run(config, target.key, call, kind, 1, cancelled)
         except RankOutOfMemory as error:
             if not self.pool.alive:
                 raise
@@ -302,11 +354,14 @@ class Workers:
             return None
         finally:
             self.comparing = False
+        self._add(kind, run.one_rank, record, run)
+        self._chooser.compared(kind, self._ranks(config, target.key))
+        return out
 
     def run_exact(self, config: RuntimeConfig, target: ModelState, call: ModelCall, cancelled: Callable[[], bool]) -> Any:
         """Run a call in patches once more, in one; return its output."""
         exact = replace(config, pipeline=replace(config.staged, patches=1))
-        return self._run(exact, target.key, call, call.kind(target.key), None, cancelled)[0]
+        return self._run(exact, target.key, call, call.kind(target.key), self.pool.world_size, cancelled)[0]
 
     def _link_is_slow(self, record: CallRecord) -> bool:
         """Return whether a call over shared weights took longer than it would on one device, after one that warmed up."""
@@ -324,33 +379,23 @@ class Workers:
         return self._resident[key].choice.placement != WHOLE
 
     def _run(
-        self,
-        config: RuntimeConfig,
-        key: str,
-        call: ModelCall,
-        kind: CallKind,
-        split: CallSplit | None,
-        cancelled: Callable[[], bool],
+        self, config: RuntimeConfig, key: str, call: ModelCall, kind: str, ranks: int, cancelled: Callable[[], bool]
     ) -> tuple[Any, CallRecord]:
-        """Run a call of the model `key` on the ranks of a split, None = on all. Returns its output and its record."""
+        """Run a call of the model `key` on so many ranks. Returns its output and its record."""
         began = time.monotonic()
         value, drop, packer = self._encoder.encode(call.arguments, {*call.leading, *call.in_place})
-        sequence, at_work = config.sequence, self.pool.world_size
-        if split is not None:
-            sequence = replace(sequence, ring_degree=split.ring, ulysses_degree=split.ulysses)
-            at_work = split.at_work
         request = Call(
             key=key,
             method=call.method,
-            sequence=sequence,
-            split=split,
+            sequence=config.sequence,
+            ranks=ranks,
             batch_degree=1 if call.mixes_batch else config.batch_degree,
             leading=call.leading,
             in_place=call.in_place,
             memory_scale=call.memory_scale,
             compile=call.compile,
             compile_or_raise=config.on_unsupported == "error",
-            cancel_every=self.pace.modules_per_check(kind, at_work),
+            cancel_every=self.pace.modules_per_check(kind, ranks),
             pipeline=config.staged if self._resident[key].choice.placement == STAGED else None,
             value=value,
             drop=drop,
@@ -362,7 +407,7 @@ class Workers:
         self._warn_of_left(replies)
         out = self.pool.result(replies, call.device)
         seconds = time.monotonic() - began
-        self.pace.note(kind, at_work, seconds, replies[0].modules)
+        self.pace.note(kind, ranks, seconds, replies[0].modules)
         reports = [replace(reply, value=None) for reply in replies]
         return out, CallRecord(seconds=seconds, reports=reports, pids=self.pool.pids)
 
@@ -391,3 +436,21 @@ class Workers:
             self._resident[key].aside = True
             self._encoder.reset()
         self.pool.request(MakeRoom(key=key, ranks=tuple(sorted(ranks))), timeout=UNLOAD_TIMEOUT)
+
+
+@contextlib.contextmanager
+def _harmless() -> Iterator[None]:
+    """Log what goes wrong with a measurement or a prediction: neither may end a prompt."""
+    try:
+        yield
+    except Exception:
+        log.exception("a call was not timed, or runs on all ranks without a choice")
+
+
+def _run_of(reports: Sequence[CallReport]) -> Run:
+    """Return the times of a call by what its ranks report."""
+    busy = [report for report in reports if not report.outcome.idle]
+    seconds = [report.seconds - report.outcome.prelude for report in busy]
+    inside = [report.communication.seconds for report in busy]
+    compute = max(one - waited for one, waited in zip(seconds, inside, strict=True))
+    return Run(max(seconds), max(0.0, compute), min(inside), max(report.outcome.host for report in busy))

@@ -19,8 +19,8 @@ shares); with equal shares and heads that divide, l = 1 / P, c = 1 / R, h = 1 / 
 Shares are taken for the speeds of ranks: f and m of a rank are those of the mean rank times its share over the mean share. The
 choice has the least sum of attention, communication and merging; where two are equal, the higher Ulysses degree. Of the rounds in
 `ROUNDS`, the fewest are taken whose waiting is at most `NEARLY` of attention more than the least; beside a ring, one. `a`, `w`, `f`
-and `m` are measured on the ranks when they start (`measure`) and shared, so that every rank chooses alike. `policy` says what a
-whole call costs.
+and `m` are measured on the ranks when they start (`measure`) and shared, so that every rank chooses alike. For a whole call see
+`timing.prediction`.
 """
 
 from __future__ import annotations
@@ -67,6 +67,19 @@ class AttentionShape:
     kv_heads: int
     head_dim: int
     itemsize: int
+
+
+@dataclass(frozen=True)
+class CallWork:
+    """The work of a call, independent of who computes it."""
+
+    items: int  # of the batch that groups can share out; 1 = none can
+    sequence: bool  # whether ranks can share a sequence
+    # Shapes of shared attentions, over the whole sequence, for one item, and the count of each; none where one rank computed
+    attentions: tuple[tuple[AttentionShape, int], ...]
+    operations: float  # of matrix products, of one item
+    result: int = 0  # bytes of the output
+    weights: int = 0  # bytes that every rank sends of its part of the weights, where each keeps one
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ import timeit
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import combinations, pairwise
+from itertools import pairwise
 from statistics import fmean
 
 import torch
@@ -20,7 +19,6 @@ from .cost import Rates
 from .mesh import SequenceMesh
 from .sharding import Shares
 
-PAIRED = 16  # most ranks for which every pair is measured; more would take too long
 SAME_SPEED = 0.1  # devices of different names that differ by less than this count as equal
 SLOWER = 2.0  # times as long: a link has become slower, and no rank was merely late
 ENOUGH, LONG = 0.02, 1.0  # seconds to measure a link, and at most where it becomes slower
@@ -35,33 +33,22 @@ class Measured:
     """Measurements of all ranks."""
 
     each: tuple[Rates, ...]  # rates of every rank. Latency and bandwidth are those while all ranks send to each other.
-    # (pair of ranks, (latency, bandwidth)) while only these two send to each other; empty where there are too many ranks
-    pairs: tuple[tuple[tuple[int, int], tuple[float, float]], ...]
     devices: tuple[int, ...]  # a number for the name of every rank's device
     machines: tuple[str, ...] = ()  # of every rank; empty = all are on one
+    # (latency, bandwidth) of every rank while all send to those of their own machine alone; empty where there is one machine
+    inside: tuple[tuple[float, float], ...] = ()
 
-    def on_one_of_several(self, ranks: Sequence[int]) -> bool:
-        """Return whether some ranks are neighbours on one machine, while others are on another."""
-        return len(set(self.machines)) > len({self.machines[rank] for rank in ranks}) == 1 if self.machines else False
-
-    @lru_cache(maxsize=256)  # noqa: B019  (one lives as long as the process or its pool)
-    def of(self, ranks: tuple[int, ...]) -> Rates:
-        """Return the mean of some ranks, and the link while they send to each other and no others do.
-
-        Between a pair and all ranks, contention grows with the number of ranks: latency and bandwidth go from those of the worst
-        pair among the ranks to those of all in equal ratios.
-        """
+    def of(self, *groups: Sequence[int]) -> Rates:
+        """Return the mean of the ranks in some groups, and the link while the ranks of each group send to each other: inside of
+        machines where every group is on one, else between all ranks."""
+        ranks = [rank for group in groups for rank in group]
         some, all_ = [self.each[rank] for rank in ranks], self.each
-        latency, bandwidth = max(one.latency for one in all_), min(one.bandwidth for one in all_)
-        links = [link for pair, link in self.pairs if set(pair) <= set(ranks)]
-        if links and len(ranks) < len(all_):
-            every = [link for _, link in self.pairs]
-            part = (len(ranks) - 2) / (len(all_) - 2)
-            slower = max(1.0, latency / max(a for a, _ in every)), min(1.0, bandwidth / min(w for _, w in every))
-            latency, bandwidth = max(a for a, _ in links) * slower[0] ** part, min(w for _, w in links) * slower[1] ** part
+        links = [(one.latency, one.bandwidth) for one in all_]
+        if self.inside and all(len({self.machines[rank] for rank in group}) == 1 for group in groups):
+            links = [self.inside[rank] for rank in ranks]
         return Rates(
-            latency=latency,
-            bandwidth=bandwidth,
+            latency=max(latency for latency, _ in links),
+            bandwidth=min(bandwidth for _, bandwidth in links),
             flops=fmean(one.flops for one in some),
             memory=fmean(one.memory for one in some),
             overlap=min(one.overlap for one in all_),
@@ -128,23 +115,22 @@ def measure(mesh: SequenceMesh, device: torch.device, name: str = "", machines: 
             if spent >= (LONG if slower else ENOUGH):
                 return seconds
 
-    def link(members: Sequence[int], seconds: Callable[[Callable[[], object]], float]) -> tuple[float, float]:
+    def link(peers: Sequence[bool]) -> tuple[float, float]:
         def send(count: int) -> Callable[[], object]:
-            counts = [count if rank in members and whole.rank in members else 0 for rank in range(ranks)]
+            counts = [count * peer for peer in peers]
             send, received = (torch.zeros(sum(counts), dtype=dtype, device=device) for _ in range(2))
             return lambda: whole.all_to_all(send, counts, received, counts).wait()
 
         latency = best(send(1))
-        sending = max(seconds(send(elements)) - latency, 1e-9)  # latency may be most of it
-        return latency, elements * (len(members) - 1) * dtype.itemsize / sending
+        sending = max(lasting(send(elements)) - latency, 1e-9)  # latency may be most of it
+        return latency, elements * max(1, sum(peers) - 1) * dtype.itemsize / sending
 
     began, worked = time.perf_counter(), time.process_time()
-    latency, bandwidth = link(range(ranks), lasting)
+    latency, bandwidth = link([True] * ranks)
     # While a slow network sends, the core of a CPU rank is free.
     work = (time.process_time() - worked) / (time.perf_counter() - began)
     overlap = max(0.0, 1 - work) if cpu else 0.0 if whole.via_host else 1.0  # staging waits for the device
-    pairs = [*combinations(range(ranks), 2)] if 2 < ranks <= PAIRED else []
-    links = [link(pair, best) for pair in pairs]
+    inside = link([name == machines[whole.rank] for name in machines]) if len(set(machines)) > 1 else ()
     rates = (
         latency,
         bandwidth,
@@ -156,15 +142,14 @@ def measure(mesh: SequenceMesh, device: torch.device, name: str = "", machines: 
         getattr(torch.cuda.get_device_properties(device), "multi_processor_count", 1) if device.type == "cuda" else 1,
     )
     count = len(rates)
-    own = [zlib.crc32(name.encode()), *rates, *(number for link in links for number in link)]
+    own = [zlib.crc32(name.encode()), *rates, *inside]
     table = whole.all_gather([torch.tensor([own], dtype=torch.float64, device=place)], [1] * ranks, 0)[0].tolist()
     mesh.stats.reset()
-    found = [  # of both ranks of a pair, the worse figure
-        ((i, j), (max(table[i][at], table[j][at]), min(table[i][at + 1], table[j][at + 1])))
-        for at, (i, j) in zip(range(count + 1, len(own), 2), pairs, strict=True)
-    ]
     return Measured(
-        tuple(Rates(*row[1 : count + 1]) for row in table), tuple(found), tuple(int(row[0]) for row in table), tuple(machines)
+        tuple(Rates(*row[1 : count + 1]) for row in table),
+        tuple(int(row[0]) for row in table),
+        tuple(machines),
+        tuple((row[-2], row[-1]) for row in table) if inside else (),
     )
 
 

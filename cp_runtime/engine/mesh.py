@@ -70,7 +70,7 @@ class Groups:
         return next((group for key in keys if (group := self._made[key]) is not None), None)
 
     def closed(self) -> Groups:
-        """Return these groups for use by a team, whose ranks cannot create more on their own."""
+        """Return these groups for use by some of the ranks, which cannot create more on their own."""
         known = copy(self)
         known.are_closed = True
         return known
@@ -233,7 +233,7 @@ class BatchMesh(SequenceMesh):
         super().__init__(group, groups or groups_of_world(group, timeout), stats, peers, shares)
         self._meshes: dict[int, SequenceMesh] = {}
         self._stages: dict[int, Stage] = {}
-        self._teams: dict[tuple[int, ...], BatchMesh] = {}
+        self._firsts: dict[int, BatchMesh | None] = {}
 
     def sequence(self, groups: int = 1) -> SequenceMesh:
         """Return the ranks that share a sequence with this one when there are `groups` batch groups. All ranks must ask alike.
@@ -251,7 +251,7 @@ class BatchMesh(SequenceMesh):
             group = self._groups.of(peers) if groups < self.size else None
             own = tuple(self.shares[rank] for rank in members[self.index(groups)]) if self.shares else ()
             made = self._meshes[groups] = SequenceMesh(group, self._groups, self.stats, peers, own)
-            # Unequal groups may choose different degrees, and then could not create groups together. A team's degrees are given.
+            # Unequal groups may choose different degrees, and then could not create groups together.
             if self.shares and not self._groups.are_closed:
                 for ring, ulysses in factors(made.size):
                     made.axes(ring, ulysses)
@@ -279,27 +279,30 @@ class BatchMesh(SequenceMesh):
         each = self.size // stages
         return tuple(sum(self.shares[at : at + each]) for at in range(0, self.size, each))[::-1] if self.shares else ()
 
-    def team(self, ranks: Sequence[int], groups: int, ring: int, ulysses: int) -> BatchMesh | None:
-        """Return a mesh of the given ranks, with groups for these degrees; None on all other ranks. All ranks must ask alike.
-
-        torch creates a group only if all ranks take part, members or not.
-        """
-        own = tuple(self.shares[rank] for rank in ranks) if self.shares else ()
-        everyone = [self.whole.global_rank(rank) for rank in ranks]
-        group = self.whole.group if len(ranks) == self.size else self._groups.of([everyone]) if len(ranks) > 1 else None
-        peers = [[everyone[rank] for rank in formed] for formed in form_groups(len(ranks), groups, reduced(own))]
-        if 1 < groups < len(ranks):
-            self._groups.of(peers)
-        if ring > 1 and ulysses > 1:
-            for lists in axis_ranks(peers, ring, ulysses):
-                self._groups.of(lists)
-        if len(ranks) == self.size:
+    def first(self, count: int) -> BatchMesh | None:
+        """Return a mesh of the first ranks, with every group that a call of theirs may need; None on all other ranks. All ranks
+        must ask alike: torch creates a group only if all take part, members or not."""
+        if count == self.size:
             return self
-        if self.rank not in ranks:
-            return None
-        if tuple(ranks) not in self._teams:
-            self._teams[tuple(ranks)] = BatchMesh(group, None, self.stats, own, self._groups.closed())
-        return self._teams[tuple(ranks)]
+        if count not in self._firsts:
+            everyone, shares = [self.whole.global_rank(rank) for rank in range(count)], reduced(self.shares[:count])
+            group = self._groups.of([everyone]) if count > 1 else None
+            for groups, each in factors(count):
+                peers = [[everyone[rank] for rank in formed] for formed in form_groups(count, groups, shares)]
+                if 1 < groups < count:
+                    self._groups.of(peers)
+                for ring, ulysses in factors(each):
+                    if ring > 1 and ulysses > 1:
+                        for lists in axis_ranks(peers, ring, ulysses):
+                            self._groups.of(lists)
+            made = BatchMesh(group, None, self.stats, shares, self._groups.closed()) if self.rank < count else None
+            self._firsts[count] = made
+        return self._firsts[count]
+
+    @cached_property
+    def alone(self) -> BatchMesh:
+        """A mesh of this rank only."""
+        return BatchMesh(None, None, self.stats)
 
     def members(self, groups: int) -> list[list[int]]:
         """Return the ranks of every batch group."""

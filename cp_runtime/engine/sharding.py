@@ -20,7 +20,7 @@ its attention is shared out like that of any other stream, and the results are g
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
@@ -58,6 +58,31 @@ def split_sizes(length: int, parts: int, shares: Shares = ()) -> tuple[int, ...]
 def split_ranges(length: int, parts: int, shares: Shares = ()) -> tuple[tuple[int, int], ...]:
     """Return (start, stop) of every part, in order. See `split_sizes`."""
     return tuple(pairwise(accumulate(split_sizes(length, parts, shares), initial=0)))
+
+
+UNFAIR = 1.1  # a group may get this many times its share
+
+
+def batch_groups(items: int, ranks: int, degree: int, sequence: bool, group_shares: Callable[[int], Shares]) -> int:
+    """Return the number of groups of ranks that share a batch out.
+
+    Args:
+        degree: that the user asked for; 0 = choose.
+        sequence: whether the ranks of a group can share a sequence. If so, there are as many groups as divide the batch. If not,
+            only the batch can be shared, and groups may be of uneven sizes.
+        group_shares: number of groups -> their shares. Groups with unequal shares must get nearly proportional items.
+    """
+    most = degree or ranks
+    if not sequence:
+        return most
+    able = (n for n in range(1, most + 1) if not ranks % n and not most % n and _is_fair(items, n, group_shares(n)))
+    return max(able, default=1)
+
+
+def _is_fair(items: int, groups: int, shares: Shares) -> bool:
+    """Return whether no group gets (much) more of the items than its share."""
+    parts = zip(split_sizes(items, groups, shares), shares or (1,) * groups, strict=True)
+    return max(own / share for own, share in parts) * (sum(shares) or groups) <= items * (UNFAIR if shares else 1)
 
 
 def in_rounds(sizes: Sequence[int], ranks: int) -> list[list[int]]:
@@ -273,7 +298,6 @@ class BatchShares:
         unit: number of items that belong together, as the frames of a video where they are stacked.
         stacked: names of the arguments that are stacked.
         shares: share of each group; empty = equal shares.
-        copies: how often each group's work is computed, by as many times more groups; the first ones' results count.
     """
 
     groups: int
@@ -281,23 +305,15 @@ class BatchShares:
     unit: int
     stacked: frozenset[str]
     shares: Shares = ()
-    copies: int = 1
-
-    @property
-    def taking_part(self) -> int:
-        """Number of groups that compute, copies included."""
-        return self.groups * self.copies
 
     def owned(self, group: int) -> tuple[int, int]:
         """Return (start, stop) of the items whose results a group contributes; may be empty."""
-        if group >= self.groups:
-            return 0, 0
         start, stop = split_ranges(self.items // self.unit, self.groups, self.shares)[group]
         return start * self.unit, stop * self.unit
 
     def held(self, group: int) -> tuple[int, int]:
         """Return (start, stop) of the items that a group computes: its own, or the first ones if it has none."""
-        start, stop = self.owned(group % self.groups)
+        start, stop = self.owned(group)
         return (start, stop) if stop > start else (0, self.unit)
 
     def take(self, arguments: Mapping[str, Any], group: int) -> dict[str, Any]:
@@ -312,7 +328,7 @@ class BatchShares:
         if self.groups == 1:
             return out
         lengths = [0] * mesh.size
-        for group, ranks in enumerate(mesh.members(self.taking_part)):
+        for group, ranks in enumerate(mesh.members(self.groups)):
             start, stop = self.owned(group)
             lengths[ranks[0]] = stop - start  # a group's first rank contributes for all of it
         own = lengths[mesh.whole.rank]

@@ -26,8 +26,8 @@ from typing import Any
 
 import psutil
 
+from ..cache import cache_folder
 from ..errors import PoolError, ProtocolError, bad_value
-from ..pool.launcher import cache_folder
 from ..pool.messages import MAX_HEADER
 
 BEAT = 0.25  # seconds between two signs of life of a connection

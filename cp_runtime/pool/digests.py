@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from .kept import KeptFile
+from ..cache import CacheFile
 
 log = logging.getLogger("context_parallel")
 
@@ -28,10 +28,10 @@ def content_digest(path: str, stamp: Sequence[int]) -> str:
     Raises:
         OSError: it cannot be read.
     """
-    kept, computer = KeptFile("digests.json"), socket.gethostname()
-    entry = kept.read(computer).get(path, {})
-    if entry.get("stamp") == list(stamp) and isinstance(digest := entry.get("digest"), str):
-        return digest
+    kept, name = CacheFile("digests.json"), f"{socket.gethostname()}:{path}"  # a home may be that of several computers
+    match kept.read().get(name):
+        case {"stamp": known, "digest": str(found)} if known == list(stamp):
+            return found
     began, size = time.monotonic(), stamp[0]
     if size >= LARGE:
         log.info("reading %s (%.1f GB) once, to compare it with that of another computer", os.path.basename(path), size / 1e9)
@@ -43,5 +43,5 @@ def content_digest(path: str, stamp: Sequence[int]) -> str:
         digest = hashlib.sha256(b"".join(threads.map(piece, range(0, size, PIECE)))).hexdigest()
     if size >= LARGE:
         log.info("%s is read, at %.1f GB/s", os.path.basename(path), size / 1e9 / (time.monotonic() - began))
-    kept.put(computer, path, {"stamp": list(stamp), "digest": digest})
+    kept.put({name: {"stamp": list(stamp), "digest": digest}})
     return digest

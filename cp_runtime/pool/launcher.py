@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from io import FileIO
 
+from ..cache import cache_folder
 from ..errors import PoolError
 
 log = logging.getLogger("context_parallel")
@@ -34,11 +35,6 @@ def memory_file(content: bytes = b"") -> FileIO:
         file.close()
         raise
     return file
-
-
-def cache_folder() -> str:
-    """Return this user's folder for what this pack would otherwise have to find out again."""
-    return os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "comfyui-context-parallel")
 
 
 def _compiled_folder() -> str:

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
 from ..engine.config import PipelineSettings, SequenceSettings
+from ..engine.cost import CallWork
 from ..engine.measuring import Measured
-from ..engine.policy import CallSplit, CallWork
 from ..errors import ProtocolError
 from .protocol import LARGEST, Tree, decode, encode, is_number
 
@@ -161,8 +161,9 @@ class CallOutcome:
     compiled: Compiled = Compiled()
     predicted_seconds: float = 0.0  # of communication, by the cost model
     predicted_bytes: float = 0.0
-    work: CallWork | None = None  # as far as the rank knows it; None for calls on all ranks by default
+    work: CallWork | None = None  # as far as the rank knows it; None for a call in stages, or of a VAE
     prelude: float = 0.0  # seconds until the forward began
+    host: float = 0.0  # seconds that the host took to launch it; 0 where the host itself computes
     staged: Staged | None = None  # None where every rank computes all blocks
 
 
@@ -264,8 +265,8 @@ class Call(Packed[CallReport]):
     report: ClassVar[type[Any]] = CallReport
     key: str
     method: str
-    sequence: SequenceSettings  # with a split, its degrees
-    split: CallSplit | None  # None = all ranks, and the degrees of `sequence` and `batch_degree`
+    sequence: SequenceSettings
+    ranks: int  # that share the call: the first ones
     batch_degree: int
     leading: tuple[str, ...]  # names of the arguments that change with every call
     in_place: tuple[str, ...]  # names of those that ranks leave in the memory of the message

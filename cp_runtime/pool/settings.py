@@ -157,9 +157,9 @@ SETTINGS = {
     ),
     "ranks_per_call": Setting(
         "auto", "GPUs per call",
-        "auto = a call runs on as many ranks as make it fastest, and the others idle: a small picture over a slow link may be "
-        "fastest on one. all = every rank takes part in every call. Degrees that you set are obeyed. Panel and report show the "
-        "choice.",
+        "auto = a call runs on all ranks, on those of this computer, or on one, whichever is fastest; the others idle. A small "
+        "picture over a slow link may be fastest on one. all = every rank takes part in every call. Degrees that you set are "
+        "obeyed. Panel and report show the choice.",
         options=("auto", "all"), advanced=True, optional=True,
     ),
     "exchange": Setting(

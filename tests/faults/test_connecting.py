@@ -69,7 +69,7 @@ def test_a_restart_tries_again_what_was_given_up(machine, monkeypatch):
     """It connects slowly now, which is no fault: the first messages have a limit of their own."""
     machine("garble")
     controller, config = Controller(WorkerSite, lambda devices: None), make_pool(on="cuda").config
-    workers = controller.workers = Workers(config, WorkerSite(), controller.journal.changed.set, Shortages())
+    workers = controller.workers = Workers(config, WorkerSite(), controller.journal.changed.set, Shortages(), controller.times)
     workers.pool.start()
     assert workers.pool.backend == "gloo"
     machine("slow")

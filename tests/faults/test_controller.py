@@ -12,7 +12,9 @@ from cp_runtime.pool.messages import MAX_HEADER
 def test_unload_raises_nothing_and_ends_the_workers():
     """ComfyUI's queue ends by whatever it raises."""
     controller = Controller(WorkerSite, lambda devices: None)
-    workers = controller.workers = Workers(make_pool().config, WorkerSite(), controller.journal.changed.set, Shortages())
+    workers = controller.workers = Workers(
+        make_pool().config, WorkerSite(), controller.journal.changed.set, Shortages(), controller.times
+    )
     workers.pool.start()
     key = "x" * (MAX_HEADER + 1)  # no message can carry it: an error that is no PoolError
     resident = Resident("x", "u", Choice("whole", ""), asked=("auto", 0.0), call_bytes=0.0, device_bytes=0, parts={}, stages=0)

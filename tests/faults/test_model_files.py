@@ -29,6 +29,7 @@ from cp_runtime.pool.config import WorkerSite
 from cp_runtime.pool.messages import Load, Loaded
 from cp_runtime.pool.protocol import TensorPacker, flatten
 from cp_runtime.pool.worker_pool import WorkerPool
+from cp_runtime.timing.times import Times
 
 CP = {"world_size": 2}
 REFUSED = "MirrorError: (unknown loader|malformed recipe: no str)"
@@ -143,7 +144,7 @@ def test_ranks_drop_a_model_that_failed_to_load(model_ranks, shelf):
     """Nothing else would ever free it: the controller has no record of it."""
     folder = shelf / "models" / "diffusion_models"
     path = str(shutil.copy(folder / "flux.safetensors", folder / "differing.safetensors"))
-    workers = Workers(model_ranks.config, model_ranks.site, lambda: None, Shortages())
+    workers = Workers(model_ranks.config, model_ranks.site, lambda: None, Shortages(), Times())
     workers.pool = model_ranks
     pids = list(model_ranks.pids)
     with pytest.raises(MirrorError):

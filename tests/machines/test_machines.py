@@ -26,7 +26,7 @@ from support.vae_graphs import vae_prompt
 
 THERE = os.environ.get("CP_TEST_MACHINES", "")
 ADDRESS = "10.77.0.1:8289"
-WIDE, SLOW = "flux_wide", "50mbit"  # a model with heads of 128 whose products take the time, and a link
+WIDE, SLOW, SLOWEST = "flux_wide", "50mbit", "10mbit"  # a model with heads of 128 whose products take the time, and links
 TWO, FOUR = "cpu,pc2/cpu", "cpu,cpu,pc2/cpu,pc2/cpu"
 AXES = {
     "ulysses 4": {"ulysses_degree": 4},
@@ -331,6 +331,32 @@ def test_the_batch_axis_wins_on_a_slow_link(two):
     assert seconds["one rank"] < seconds["ulysses 2"]
     if busy < 0.2:  # two ranks on two cores need both
         assert gain >= LEAST
+
+
+@pytest.mark.parametrize(("devices", "here"), [(TWO, 1), (FOUR, 2)])
+def test_the_first_call_over_a_slow_link_stays_here(devices, here, two):
+    """Nothing is known of it but the link, which the ranks measured. It took five times as long on both computers."""
+    prompt = partial(flux_prompt, ckpt=WIDE, node="CPSampler", width=512, height=512, steps=2)
+    two.server.post("/context_parallel/settings", {"measure": False})
+    took, choices = {}, {}
+    limit(SLOWEST)
+    try:
+        two.server.post("/context_parallel/restart")
+        for ranks in ("auto", "all"):
+            ran = two.server.run(prompt(cp={"devices": devices, "ranks_per_call": ranks}), timeout=300).check()
+            took[ranks], choices[ranks] = ran.report["seconds_per_call"], ran.report["choice"]
+    finally:
+        limit("1gbit")
+        two.server.post("/context_parallel/restart")
+        two.server.post("/context_parallel/settings", {"measure": True})
+    note(
+        f"a first run over {SLOWEST}",
+        "seconds of a call on both computers, over those of the choice",
+        1,
+        took["all"] / took["auto"],
+    )
+    assert (choices["auto"]["ranks"], choices["auto"]["of"]) == (here, len(devices.split(",")))
+    assert took["auto"] < took["all"]
 
 
 SENDING = {

@@ -1,22 +1,30 @@
 """How many ranks a call runs on: chosen by what calls took, kept on disk, told in report and panel, and never a matter of the
 result. And how fast one device is, measured on request, which is no matter of the result either.
 
-Times are put into the file that a server keeps, so that what is chosen does not hang on the machine. `tests/unit/test_policy.py`
+Times are put into the file that a server keeps, so that what is chosen does not hang on the machine. `tests/unit/test_choice.py`
 has the formula.
 """
 
+import itertools
 import json
 
 import pytest
 from support.graphs import flux_prompt
 from support.latents import assert_close
-from support.worlds import on_ranks
+from support.server import ComfyServer
 
-from cp_runtime.pool.kept import VERSION
+from cp_runtime.cache import VERSION
+
+WORLD = 2
+CASES = {
+    "whole weights": {},
+    "shared weights": {"cp": {"weights": "sharded"}},
+    "CFG, shares 2:1": {"cfg": 4.0, "cp": {"shares": "2,1"}},
+}
 
 
 def times_file(server):
-    return server.base / "cache" / "comfyui-context-parallel" / "calls.json"
+    return server.base / "cache" / "comfyui-context-parallel" / "times.json"
 
 
 def run(server, world, steps=3, **changes):
@@ -26,73 +34,71 @@ def run(server, world, steps=3, **changes):
     return result.report, server.latent(result)
 
 
-def believe(server, split):
-    """Have new workers find in their file that every kind of call is fast on a split, and slow otherwise."""
+@pytest.fixture(scope="module")
+def times_server(comfyui_path, checkpoints_dir):
+    """A server of this file's own: what it knows of calls, it reads when it starts."""
+    with ComfyServer(comfyui_path, models=checkpoints_dir) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def stock(times_server):
+    return {name: run(times_server, 1, **{**changes, "cp": {}})[1] for name, changes in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def one_is_fastest(times_server, stock):
+    """The server, which finds in its file that one rank takes a hundred millionth of the time of two."""
+    server = times_server
+    for changes in CASES.values():
+        server.post("/context_parallel/measure")
+        run(server, WORLD, **{**changes, "cp": {"ranks_per_call": "all", **changes.get("cp", {})}})
+    server.stop()
     content = json.loads(times_file(server).read_text())
-    for kinds in content["machines"].values():
-        for entry in kinds.values():
-            fast = dict(zip(("ranks", "batch", "ring", "ulysses"), split, strict=True))
-            slow = {"seconds": 100.0, "compute": 90.0, "communication": 10.0, "count": 5}
-            # Beside unequal ranks, the fastest alone has little more to do, and would be tried.
-            alone = {"ranks": [0], "batch": 1, "ring": 1, "ulysses": 1}
-            # And which of these two is the default hangs on how the link was measured: the other one would be tried.
-            twin = {**fast, "ring": fast["ulysses"], "ulysses": fast["ring"]}
-            others = [each for each in (entry["default"], alone, twin) if each != fast]
-            entry["runs"] = [[each, slow] for each in others]
-            entry["runs"] += [[fast, {"seconds": 1e-6, "compute": 1e-6, "communication": 0.0, "count": 5}]]
+    kinds: dict[str, list[str]] = {}
+    for name in content["entries"]:
+        kinds.setdefault(name.partition(" ")[0], []).append(name)
+    for names in kinds.values():
+        # The stock run; then of every case one rank, in the second call, and all, also in the last one.
+        for name, seconds in zip(names[1:], itertools.cycle((1e-6, 100.0)), strict=False):
+            content["entries"][name] = [seconds, seconds]
     times_file(server).write_text(json.dumps(content))
-    server.post("/context_parallel/restart")
+    server.start()
+    return server
 
 
-@pytest.mark.parametrize(
-    ("split", "changes", "world"),
-    [
-        on_ranks(2, ([0], 1, 1, 1), {}, id="one of two"),
-        on_ranks(2, ([0, 1], 1, 2, 1), {"cp": {"shares": "3,1"}}, id="a ring, shares 3:1"),
-        on_ranks(2, ([0, 1], 1, 1, 1), {"cp": {"weights": "sharded"}}, id="one of two, whose weights are shared out"),
-        on_ranks(2, ([0, 1], 2, 1, 1), {"cfg": 4.0}, id="groups for CFG"),
-        on_ranks(3, ([0, 2], 1, 1, 2), {}, id="two of three"),
-        on_ranks(3, ([0, 1], 2, 1, 1), {"cfg": 4.0, "cp": {"shares": "2,1,1"}}, id="groups of two of three"),
-    ],
-)
-def test_what_was_fastest_runs_and_the_result_is_the_same(split, changes, world, server):
-    _, stock = run(server, 1, **{**changes, "cp": {}})
-    run(server, world, steps=1, **changes)
-    believe(server, split)
-    report, latent = run(server, world, **changes)
-    ranks, batch, ring, ulysses = split
-    assert report["degrees"] == {"ulysses": ulysses, "ring": ring, "batch": batch}
-    choice = report["choice"]
-    assert (choice["ranks"], choice["of"]) == (batch * ring * ulysses, world)
-    assert [bool(rank["tokens"]) for rank in report["ranks"]] == [rank in ranks for rank in range(world)]
-    assert report["shares"] == [int(share) for share in changes.get("cp", {}).get("shares", "").split(",") if share]
-    assert_close(latent, stock)
+@pytest.mark.parametrize("case", CASES)
+def test_what_was_fastest_runs_and_the_result_is_the_same(case, one_is_fastest, stock):
+    server = one_is_fastest
+    report, latent = run(server, WORLD, **CASES[case])
+    assert report["degrees"] == {"ulysses": 1, "ring": 1, "batch": 1}
+    choice, shared = report["choice"], case == "shared weights"
+    assert (choice["ranks"], choice["of"]) == (1, WORLD)
+    assert [bool(rank["tokens"]) for rank in report["ranks"]] == [True, shared]  # then both compute the same
+    assert_close(latent, stock[case])
     status = server.status()
-    assert [rank["idle"] for rank in status["ranks"]] == [rank not in ranks for rank in range(world)]
+    assert [rank["idle"] for rank in status["ranks"]] == [False, not shared]
     assert status["last_call"]["choice"] == choice["words"]
-    if batch * ring * ulysses < world:
-        assert choice["words"].startswith(f"{batch * ring * ulysses} of {world} devices; {world} would take")
-        assert "(measured)" in choice["words"]
-        assert choice["alternative"]["times"] > 2
+    assert choice["words"].startswith("1 of 2 devices; 2 would take")
+    assert "(measured)" in choice["words"]
+    assert choice["alternative"]["times"] > 2
 
 
-def test_degrees_that_are_set_are_obeyed_and_all_means_all(server):
-    run(server, 2, steps=1)
-    believe(server, ([0], 1, 1, 1))
+def test_degrees_that_are_set_are_obeyed_and_all_means_all(one_is_fastest):
     for cp in ({"ulysses_degree": 2}, {"ring_degree": 2}, {"batch_degree": 1}, {"ranks_per_call": "all"}):
-        report, _ = run(server, 2, cp=cp)
+        report, _ = run(one_is_fastest, WORLD, cp=cp)
         assert report["choice"] is None
         assert all(rank["tokens"] for rank in report["ranks"])
 
 
-def test_an_unknown_call_runs_on_all_ranks_first_and_a_broken_file_is_replaced(server):
-    times_file(server).parent.mkdir(parents=True, exist_ok=True)
-    for content in ("", "{", '{"version": 0, "machines": {}}', '{"version": 1, "machines": {"x": 3}}', "[]"):
-        times_file(server).write_text(content)
-        server.post("/context_parallel/restart")
-        report, _ = run(server, 2, steps=2)
-        assert report["choice"]["ranks"] == 2
-        assert json.loads(times_file(server).read_text())["version"] == VERSION
+def test_a_broken_file_is_replaced(one_is_fastest):
+    server = one_is_fastest
+    server.stop()
+    times_file(server).write_text('{"version": 2, "machines": {"x": 3}}')
+    server.start()
+    report, _ = run(server, WORLD)
+    assert report["choice"]["of"] == WORLD
+    assert json.loads(times_file(server).read_text())["version"] == VERSION
 
 
 # --- a call on one device, to compare with ---------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ def cases(ranks: int) -> Cases:
     return {
         **on_one_mesh(),
         "Flux, ring": (partial(flux_prompt), {"ring_degree": ranks, "ulysses_degree": 1}),
-        "Flux, a team": (partial(flux_prompt), {"ranks_per_call": "auto"}),
+        "Flux, chosen ranks": (partial(flux_prompt), {"ranks_per_call": "auto"}),
         "Flux, sharded weights": (partial(flux_prompt), {"weights": "sharded"}),
         "Flux, offloaded weights": (partial(flux_prompt, loras=["flux_lora"]), {"weights": "offloaded"}),
         "Flux, stages": (partial(flux_prompt, cfg=4.0, loras=["flux_lora"]), {"weights": "staged", "world_size": ranks}),

@@ -146,10 +146,10 @@ def test_a_link_is_measured_beyond_a_burst():
     assert in_the_long_run([0.01, 0.011, 0.5, 0.4, 0.45, 0.5]) == (0.4, False)
 
 
-def machine(*speeds, pairs=(), devices=(), **link):
+def machine(*speeds, devices=(), machines=(), inside=(), **link):
     """What ranks of these speeds measured."""
     each = tuple(replace(FAST, flops=FAST.flops * speed, linear=FAST.flops * speed, **link) for speed in speeds)
-    return Measured(each, pairs, devices or tuple(range(len(speeds))))
+    return Measured(each, devices or tuple(range(len(speeds))), machines, inside)
 
 
 @pytest.mark.parametrize(
@@ -167,15 +167,16 @@ def test_measured_shares(speeds, devices, shares):
     assert machine(*speeds, devices=devices).shares == shares
 
 
-def test_a_link_between_some_ranks_lies_between_that_of_a_pair_and_that_of_all():
-    near, far = (1e-5, 4e10), (3e-5, 1e10)
-    pairs = (((0, 1), near), ((0, 2), far), ((0, 3), far), ((1, 2), far), ((1, 3), far), ((2, 3), near))
-    four = machine(1, 1, 1, 1, pairs=pairs, latency=6e-5, bandwidth=2.5e9)
-    link = lambda *ranks: (four.of(ranks).latency, four.of(ranks).bandwidth)  # noqa: E731
-    assert link(0, 1) == pytest.approx(near)
-    assert link(0, 2) == pytest.approx(far)
-    assert link(0, 1, 2) == pytest.approx((3e-5 * 2**0.5, 1e10 / 2))
-    assert link(0, 1, 2, 3) == (6e-5, 2.5e9)
+def test_groups_that_stay_on_one_machine_have_the_link_inside():
+    inside = ((1e-5, 4e10), (2e-5, 4e10), (1e-5, 3e10), (1e-5, 3e10))
+    four = machine(1, 1, 1, 2, machines=("", "", "pc2", "pc2"), inside=inside, latency=6e-5, bandwidth=2.5e9)
+    link = lambda *groups: (four.of(*groups).latency, four.of(*groups).bandwidth)  # noqa: E731
+    assert link((0, 1)) == (2e-5, 4e10)
+    assert link((0, 1), (2, 3)) == (2e-5, 3e10)  # of the slower ones
+    assert link((0, 2), (1, 3)) == link(range(4)) == (6e-5, 2.5e9)
+    assert four.of((2, 3)).flops == 1.5 * FAST.flops
+    one = machine(1, 1, latency=6e-5, bandwidth=2.5e9)
+    assert (one.of((0, 1)).latency, one.of((0,)).bandwidth) == (6e-5, 2.5e9)
 
 
 def test_uneven_shares_cost_what_the_slowest_rank_takes():

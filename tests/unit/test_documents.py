@@ -60,7 +60,7 @@ def test_links(document):
 # `pool/worker.py`, `engine/sharding.split_ranges`, `comfy/ui/vae.Network`, `tests/ranks/api/test_api.py`
 FEATURES = "|".join(folder.name for folder in (CHECKOUT / "cp_runtime" / "comfy").iterdir() if folder.is_dir())
 REFERENCE = re.compile(
-    rf"`((?:cp_runtime/)?(?:engine|diffusers|families|vaes|pool|controller|comfy/(?:{FEATURES})|nodes|tests|benchmarks|\.ci)(?:/\w+)*)"
+    rf"`((?:cp_runtime/)?(?:engine|diffusers|families|vaes|timing|pool|controller|comfy/(?:{FEATURES})|nodes|tests|benchmarks|\.ci)(?:/\w+)*)"
     r"(?:\.py)?((?:\.\w+)*)`"
 )
 FROM_THE_ROOT = ("nodes", "tests", "benchmarks", ".ci", "cp_runtime")

@@ -204,7 +204,7 @@ def test_what_is_kept_of_a_file_that_changed_does_not_count(folders, change):
 
 
 CORRUPT = {
-    "nothing": b"", "no JSON": b"{", "another version": b"{}", "another form": b'{"version": 2, "machines": {"x": 5}}',
+    "nothing": b"", "no JSON": b"{", "another version": b"{}", "another form": b'{"version": 3, "entries": {"x": 5}}',
     "a number for a digest": None,
 }  # fmt: skip
 
@@ -214,7 +214,7 @@ def test_a_cache_that_is_broken_is_made_anew(folders, tmp_path, read, case):
     compare(folders)
     cache = tmp_path / "cache" / "comfyui-context-parallel" / "digests.json"
     kept = json.loads(cache.read_text())
-    (entries,) = kept["machines"].values()
+    entries = kept["entries"]
     assert {entry["digest"] for entry in entries.values()} == {describe(folders[2], folders[0])["digest"]}
     if CORRUPT[case] is None:
         for entry in entries.values():

@@ -8,7 +8,7 @@ from support.reports import call_report
 from cp_runtime.controller.journal import Journal, public_message
 from cp_runtime.controller.run_stats import CallRecord, RunStats, Speed, time_by_rank
 from cp_runtime.errors import MirrorError, PoolTimeout, RankError
-from cp_runtime.pool.kept import KeptFile, KeptSamples
+from cp_runtime.timing.times import Times
 
 
 def record(*ranks):
@@ -57,9 +57,23 @@ def a_run(key="flux", calls=3):
     return timer
 
 
-def test_times_on_one_device_are_kept_by_kind_and_device_for_another_process(tmp_path):
-    file = tmp_path / "one_device.json"
-    journal = Journal(file)
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "times.json"
+
+
+@pytest.fixture
+def journal(file):
+    return Journal(Times(file))
+
+
+def on_one_rank(journal, seconds):
+    """What a call of the run took on one rank, which `Workers` notes."""
+    journal.run.one_rank = "one rank"
+    journal._times.add(journal.run.kind, "one rank", seconds)
+
+
+def test_times_on_one_device_are_kept_by_kind_and_device_for_another_process(journal, file):
     assert journal.speed is None
     journal.run = a_run()
     journal.end_run()
@@ -67,9 +81,9 @@ def test_times_on_one_device_are_kept_by_kind_and_device_for_another_process(tmp
     assert alone == journal.run.per_call > 0
     assert journal.speed.words == "on one device"
 
-    again = Journal(file)
+    again = Journal(Times(file))
     again.run = a_run()
-    assert again.alone == (alone,)
+    assert again.alone == pytest.approx((alone,), rel=1e-5)
     for other in (a_run("wan"), RunStats("flux", "cuda"), RunStats(None, "cpu")):
         if not other.calls:
             other.enter({})
@@ -77,23 +91,7 @@ def test_times_on_one_device_are_kept_by_kind_and_device_for_another_process(tmp
         assert again.alone == ()
 
 
-def test_two_threads_that_ask_first_share_one_record(tmp_path, monkeypatch):
-    """The one that ends a run, and the one that sends the status."""
-    journal, other = Journal(tmp_path / "one_device.json"), []
-
-    class Interrupted(KeptSamples):
-        def __init__(self, *args):
-            super().__init__(*args)
-            if not other:
-                other.append(None)
-                other[0] = journal._times
-
-    monkeypatch.setattr("cp_runtime.controller.journal.KeptSamples", Interrupted)
-    assert journal._times is other[0]
-
-
-def test_a_prompt_without_the_pack_clears_the_run_before_it_alone():
-    journal = Journal()
+def test_a_prompt_without_the_pack_clears_the_run_before_it_alone(journal):
     before = journal.run = RunStats("k")
     journal.bypassed(before)
     assert journal.run is not before
@@ -102,8 +100,7 @@ def test_a_prompt_without_the_pack_clears_the_run_before_it_alone():
     assert journal.run is later
 
 
-def test_a_run_of_the_ranks_is_no_run_on_one_device(tmp_path):
-    journal = Journal(tmp_path / "one_device.json")
+def test_a_run_of_the_ranks_is_no_run_on_one_device(journal):
     journal.run = a_run()
     journal.run.add(record((2.0, 1.0), (2.0, 1.0)))
     journal.end_run()
@@ -111,19 +108,18 @@ def test_a_run_of_the_ranks_is_no_run_on_one_device(tmp_path):
     assert journal.speed.words == "not compared with one device yet"
 
 
-def test_a_call_that_is_repeated_on_one_device_counts_with_what_comes_between_calls(tmp_path, monkeypatch):
+def test_the_repetition_of_a_call_is_no_part_of_its_run(journal, file, monkeypatch):
     now = 0.0
     monkeypatch.setattr("cp_runtime.controller.run_stats.time.monotonic", lambda: now)
-    timer = RunStats("flux", "cpu")
-    journal = Journal(tmp_path / "one_device.json")
-    journal.run = timer
+    timer = journal.run = RunStats("flux", "cpu")
     journal.measure()
     for ranks, repeated in ((9.0, 0.0), (2.0, 6.0), (2.0, 0.0), (2.0, 0.0)):
         timer.enter({})
         now += ranks + repeated
         journal.run.add(record((ranks, 0.1), (ranks, 0.1)))
         if repeated:
-            journal.measured(repeated)
+            on_one_rank(journal, repeated + timer.between)
+            journal.measured()
         timer.inside(ranks + repeated, repeated)
         timer.leave()
         now += 0.5  # the sampler
@@ -131,21 +127,20 @@ def test_a_call_that_is_repeated_on_one_device_counts_with_what_comes_between_ca
     assert timer.per_call == pytest.approx((3 * 2.0 + 2 * 0.5) / 3)
     assert journal.speed.on_one_device == 6.5
     assert journal.speed.words == "2.8 × as fast as one device (more than 2 can gain: measure again)"
-    assert list(tmp_path.iterdir()) == []  # no file is written between calls
+    assert not file.exists()  # none is written between calls
     journal.end_run()
-    again = Journal(tmp_path / "one_device.json")
+    again = Journal(Times(file))
     again.run = timer
     assert again.alone == (6.5,)
 
 
-def test_what_cannot_be_measured_says_why_until_another_kind_runs(tmp_path):
-    journal = Journal(tmp_path / "one_device.json")
+def test_what_cannot_be_measured_says_why_until_another_kind_runs(journal):
     for key in ("flux", "wan"):
         journal.run = a_run(key)
         journal.run.add(record((2.0, 1.0), (2.0, 1.0)))
         if key == "flux":
             journal.measure()
-            journal.measured(None, "memory")
+            journal.measured("memory")
             assert journal.speed.words == "not compared with one device: it has too little memory"
     assert journal.speed.words == "not compared with one device yet"
 
@@ -184,27 +179,24 @@ def test_no_two_numbers_of_a_sentence_contradict_each_other():
             assert f"{float(parts['alone']) / float(parts['seconds']):.1f}" == parts["times"] == f"{speed.times:.1f}"
 
 
-def test_what_was_measured_again_and_again_counts_with_its_median(tmp_path):
-    file = tmp_path / "one_device.json"
-    journal = Journal(file)
+def test_what_was_measured_again_and_again_counts_with_its_median(journal, file):
     for seconds in (6.0, 2.0, 2.5):
         journal.run = a_run()
         journal.run.add(record((2.0, 1.0), (2.0, 1.0)))
-        journal.measured(seconds)
+        on_one_rank(journal, seconds)
+        journal.measured()
         journal.end_run()
-    assert journal.speed.on_one_device == pytest.approx(2.5, abs=0.01)
-    again = Journal(file)
+    assert journal.speed.on_one_device == 2.5
+    again = Journal(Times(file))
     again.run = journal.run
-    assert again.alone == journal.alone
-    assert len(again.alone) == 3
+    assert again.alone == journal.alone == (6.0, 2.0, 2.5)
 
 
-def test_runs_are_measured_by_themselves_once_and_where_that_is_a_small_part_of_them(tmp_path, monkeypatch):
+def test_runs_are_measured_by_themselves_once_and_where_that_is_a_small_part_of_them(journal, monkeypatch):
     """Two ranks, twenty calls each: the third run is measured."""
     now = 0.0
     monkeypatch.setattr("cp_runtime.controller.run_stats.time.monotonic", lambda: now)
-    journal, call = Journal(tmp_path / "one_device.json"), record((1.0, 0.1), (1.0, 0.1))
-    worth = []
+    call, worth = record((1.0, 0.1), (1.0, 0.1)), []
     for _ in range(3):
         journal.run = RunStats("flux", "cpu")
         for _ in range(20):
@@ -215,37 +207,18 @@ def test_runs_are_measured_by_themselves_once_and_where_that_is_a_small_part_of_
             worth.append(journal.is_worth_measuring(call))
         journal.end_run()
     assert worth.index(True) == 42  # a call of one device takes two seconds: 5 % of forty, and first calls warm up
-    journal.measured(2.0)
+    on_one_rank(journal, 2.0)
     assert not journal.is_worth_measuring(call)
     journal.run = RunStats("wan", "cpu")
     journal.run.calls = 1
     assert not journal.is_worth_measuring(call)
 
 
-def test_errors_are_kept_when_they_are_over():
-    journal = Journal()
+def test_errors_are_kept_when_they_are_over(journal):
     first, second = (journal.fail(MirrorError(text), None) for text in ("one", "two"))
     journal.did_well()
     assert journal.last_error is None
     assert list(journal.errors) == [second, first]
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        "{",
-        '{"version": 2, "machines": {"cpu": {"a": {"time": 1}, "b": {"time": 1, "samples": "2"}, '
-        '"c": {"time": 1, "samples": [0]}}}}',
-    ],
-)
-def test_seconds_that_are_none_are_not_there(tmp_path, content):
-    file = tmp_path / "one_device.json"
-    file.write_text(content)
-    kept = KeptSamples(KeptFile(file), "cpu")
-    assert [kept.get(name) for name in "abc"] == [None, None, None]
-    kept.add("a", 1.5)
-    kept.add("a", 1.51)
-    assert kept["a"] == KeptSamples(KeptFile(file), "cpu")["a"] == (1.5, 1.51)
 
 
 # --- messages ----------------------------------------------------------------------------------------------------------------

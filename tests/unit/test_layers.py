@@ -5,25 +5,27 @@ import ast
 import pytest
 from support.package import ROOT
 
-BASE = {"errors", "compat", "nested", "version", "comfyui"}
+BASE = {"errors", "compat", "nested", "version", "comfyui", "cache"}
 ENGINE = {*BASE, "engine"}
-BELOW_COMFY = {*ENGINE, "families", "vaes", "pool"}  # the controller as well, for the side in ComfyUI's process
+BELOW_COMFY = {*ENGINE, "families", "vaes", "pool"}  # more of them for the side in ComfyUI's process
 LAYERS = {
     "errors": set(),
     "compat": set(),
     "nested": set(),
     "version": set(),
     "comfyui": set(),
+    "cache": set(),
     "engine": ENGINE,
     "diffusers": {*ENGINE, "diffusers"},
     "families": {*ENGINE, "families"},
     "vaes": {*ENGINE, "vaes"},
     "pool": {*ENGINE, "pool"},
+    "timing": {*ENGINE, "timing"},
     "machines": {*ENGINE, "pool", "machines"},
-    "controller": {*ENGINE, "pool", "controller"},
+    "controller": {*ENGINE, "pool", "timing", "controller"},
     "comfy/shared": {*BELOW_COMFY, "comfy/shared"},
     "comfy/rank": {*BELOW_COMFY, "comfy/shared", "comfy/rank"},
-    "comfy/ui": {*BELOW_COMFY, "machines", "controller", "comfy/shared", "comfy/ui"},
+    "comfy/ui": {*BELOW_COMFY, "timing", "machines", "controller", "comfy/shared", "comfy/ui"},
 }
 PACKAGE = ROOT / "cp_runtime"
 

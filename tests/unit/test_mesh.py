@@ -8,11 +8,7 @@ import torch
 import torch.distributed as dist
 
 from cp_runtime.engine.attention.ulysses import HeadExchange
-from cp_runtime.engine.config import SequenceSettings
-from cp_runtime.engine.cost import AttentionShape, Rates
-from cp_runtime.engine.measuring import Measured
 from cp_runtime.engine.mesh import BatchMesh, Groups, SequenceMesh, factors, form_groups, make_groups, reduced
-from cp_runtime.engine.policy import CallWork, Pool, candidates
 
 
 @pytest.mark.parametrize(
@@ -61,24 +57,24 @@ def on_rank(rank, world, monkeypatch):
 
 
 def go_through(steps, rank, world, shares, monkeypatch):
-    """What groups a rank makes in some steps of a pool."""
+    """What groups a rank makes in some steps of a pool: (ranks, batch groups, number of the degrees)."""
     made, everyone = on_rank(rank, world, monkeypatch), tuple(range(world))
     mesh = BatchMesh(everyone, shares=shares, groups=Groups(everyone))
     for step in steps:
         if step is None:
             assert mesh.sequence().weights.size == world
-        elif len(step.ranks) < world:
-            team = mesh.team(step.ranks, step.groups, step.ring, step.ulysses)
-            assert (team is None) == (rank not in step.ranks)
-            if team is not None:
-                axes = team.sequence(step.groups).axes(step.ring, step.ulysses)
-                assert (axes.ring.size, axes.ulysses.size) == (step.ring, step.ulysses)
-        else:
-            sequence = mesh.sequence(step.groups)
+            continue
+        count, groups, number = step
+        some = mesh.first(count)
+        assert (some is None) == (rank >= count)
+        if some is not None:
+            sequence = some.sequence(groups)
             degrees = list(factors(sequence.size))
             # Each group chooses for itself where they differ.
-            place = mesh.index(step.groups) if mesh.shares else step.ring
-            sequence.axes(*degrees[place % len(degrees)])
+            place = some.index(groups) if mesh.shares else number
+            ring, ulysses = degrees[place % len(degrees)]
+            axes = sequence.axes(ring, ulysses)
+            assert (axes.ring.size, axes.ulysses.size) == (ring, ulysses)
     return made
 
 
@@ -99,14 +95,11 @@ def go_through(steps, rank, world, shares, monkeypatch):
 def test_all_ranks_make_the_same_groups_in_the_same_order(shares, monkeypatch):
     """Whatever calls run, and on which ranks. A rank that goes another way would leave all others waiting for it."""
     world, draw = len(shares), random.Random(0)
-    each = tuple(Rates(latency=1e-5, bandwidth=1e10, flops=1e12 * share, memory=1e11, overlap=0.0) for share in shares)
-    ranks = Pool(Measured(each, (), tuple(range(world))), reduced(shares), SequenceSettings())
-    work = CallWork(12, True, ((AttentionShape(1, 960, 960, 24, 24, 64, 2), 1),), 1e9, 1, 1)
-    splits = [None, *candidates(work, ranks)]
-    assert any(1 < len(split.ranks) < world and split.groups > 1 for split in splits[1:])
+    divisors = {count: [n for n in range(1, count + 1) if not count % n] for count in (1, world // 2, world)}
+    steps = [None, *((n, groups, number) for n in divisors for groups in divisors[n] for number in range(len(divisors[n])))]
     for _ in range(3):
-        steps = draw.sample(splits, len(splits))
-        logs = [go_through(steps, rank, world, shares, monkeypatch) for rank in range(world)]
+        taken = draw.sample(steps, len(steps))
+        logs = [go_through(taken, rank, world, shares, monkeypatch) for rank in range(world)]
         assert all(log == logs[0] for log in logs)
         lists = [tuple(group) for step in logs[0] for group in step]
         assert len(set(lists)) >= len(lists) - 1  # none twice, except that of all ranks, for weights

@@ -11,9 +11,8 @@ from support.package import ROOT
 from support.reports import call_report, failure
 
 from cp_runtime.engine.config import SequenceSettings
-from cp_runtime.engine.cost import AttentionShape, Rates
+from cp_runtime.engine.cost import AttentionShape, CallWork, Rates
 from cp_runtime.engine.measuring import Measured
-from cp_runtime.engine.policy import CallSplit, CallWork
 from cp_runtime.errors import ProtocolError
 from cp_runtime.pool import messages
 from cp_runtime.pool.messages import MAX_HEADER, pack, unpack
@@ -34,7 +33,7 @@ MESSAGES = [
     messages.Load(key="k", recipe={"loader": "x", "stamp": [1, -2]}, patches=[], patches_uuid="u", placement="sharded",
                   device_bytes=7, memory=(1, 3)),
     messages.Call(
-        key="k", method="forward", sequence=SequenceSettings(ring_degree=2), split=CallSplit((0, 2), 1, 2, 1), batch_degree=0,
+        key="k", method="forward", sequence=SequenceSettings(ring_degree=2), ranks=2, batch_degree=0,
         leading=("x", "timestep"), in_place=("control",),
         memory_scale=1.5, compile={"backend": "inductor"}, compile_or_raise=True, cancel_every=3,
         value=TREE, drop=(),
@@ -45,7 +44,7 @@ MESSAGES = [
     messages.Done(),
     messages.Cancelled(),
     failure(at=12.5, collectives=3, pending=1, memory=messages.Memory(host=1, device=2, free=3), device_lost=True),
-    messages.Ready(name="x", measured=Measured((RATES, RATES), (((0, 1), (1e-5, 1e9)),), (0, 0))),
+    messages.Ready(name="x", measured=Measured((RATES, RATES), (0, 0), ("", "pc2"), ((1e-5, 1e9), (1e-5, 1e9)))),
     messages.Value(value=TREE, nbytes=64),
     messages.Loaded(digest="d", patches_uuid="u", dtype="a", cast_dtype="b", formats=("c",), samples={"w": "x y"}, layers="l",
                     bytes=1, seconds=0.5),

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
 from ...engine.collectives import RankGroup
-from ...engine.mesh import BatchMesh, SequenceMesh, Stage, reduced
-from ...engine.sharding import BatchShares, Shares, split_sizes
+from ...engine.mesh import BatchMesh, SequenceMesh, Stage
+from ...engine.sharding import BatchShares, Shares, batch_groups
 from ...families.family import FamilyPlan
 from ...nested import tensors
 from ...pool.messages import Call
@@ -43,7 +43,6 @@ STACKED, UNSTACKED = frozenset(_STACKED.split()), frozenset(_UNSTACKED.split())
 # Names that model_base does not have: HiDream-O1's conditioning, LTX-2's second timestep.
 _ELSEWHERE = "a_timestep input_ids position_ids ref_image_grid_thw ref_patches ref_pixel_values token_types vinput_mask"
 STACKED_ELSEWHERE, UNSTACKED_ELSEWHERE = frozenset(_ELSEWHERE.split()), frozenset({"ar_len"})
-UNFAIR = 1.1  # a group may get this many times its share
 COND_KINDS = "cond_or_uncond"  # in transformer_options: the kind of each of the batch's equal parts
 
 
@@ -52,14 +51,13 @@ class CallPart:
     """What this rank does in a call.
 
     Args:
-        mesh, members: the ranks that take part, those of this rank's stage, and their numbers among these.
+        mesh: the ranks that take part; those of this rank's stage.
         everyone: all ranks of the call.
         stage: this rank's, where the call runs in stages.
         shares: of the items of the batch; there are `items` of them, and more than one only where they are computed `by_items`.
     """
 
     mesh: BatchMesh
-    members: tuple[int, ...]
     everyone: RankGroup
     stage: Stage | None
     shares: BatchShares
@@ -69,27 +67,25 @@ class CallPart:
     @cached_property
     def sequence(self) -> SequenceMesh:
         """The ranks that share a sequence with this one."""
-        return self.mesh.sequence(self.shares.taking_part)
+        return self.mesh.sequence(self.shares.groups)
 
 
-def part_of(plan: FamilyPlan, request: Call, arguments: dict[str, Any], mesh: BatchMesh) -> CallPart | None:
-    """Return what this rank does in a call; None = nothing."""
-    everyone, stage, split = mesh.whole, None, request.split
+def part_of(plan: FamilyPlan, request: Call, arguments: dict[str, Any], mesh: BatchMesh, alone: bool) -> CallPart | None:
+    """Return what this rank does in a call; None = nothing.
+
+    Args:
+        alone: all ranks compute what one is to compute: each keeps a part of the weights, and they put blocks together.
+    """
+    everyone, stage = mesh.whole, None
     if request.pipeline is not None:
         stage = mesh.stage(request.pipeline.stages)
-        mesh = stage.ranks
-    by_items, members = plan.batch_is_shared(arguments) and request.batch_degree != 1, tuple(range(mesh.size))
-    degree = request.batch_degree if by_items else 1
-    shares = share_out(arguments, request.leading, mesh.size, degree, plan.shares_sequence, mesh.group_shares, everyone.rank == 0)
-    items = shares.items // shares.unit if by_items else 1
-    if split is not None and split.batch <= items:
-        team = mesh.team(split.ranks, split.groups, split.ring, split.ulysses)
-        if team is None:
-            return None
-        mesh, members = team, split.ranks
-        own = mesh.group_shares(split.groups)[: split.batch]  # with copies, the results of the first groups count
-        shares = replace(shares, groups=split.batch, copies=split.groups // split.batch, shares=reduced(own))
-    return CallPart(mesh, members, everyone, stage, shares, items, by_items)
+    taking_part = stage.ranks if stage is not None else mesh.alone if alone else mesh.first(request.ranks)
+    if taking_part is None:
+        return None
+    by_items, ranks = plan.batch_is_shared(arguments) and request.batch_degree != 1, taking_part.size
+    degree, group_shares = request.batch_degree if by_items else 1, taking_part.group_shares
+    shares = share_out(arguments, request.leading, ranks, degree, plan.shares_sequence, group_shares, everyone.rank == 0)
+    return CallPart(taking_part, everyone, stage, shares, shares.items // shares.unit if by_items else 1, by_items)
 
 
 def share_out(
@@ -108,10 +104,7 @@ def share_out(
         leading: names of the first two, latent and timestep.
         ranks: number of ranks of the pool.
         degree: number of groups that the user asked for; 0 = choose.
-        sequence: whether the ranks of a group can share a sequence. If so, there are as many groups as divide the batch, and the
-            ranks of each share its sequence. If not, only the batch can be shared: groups may be of uneven sizes, and a group
-            without items computes a copy of the first item.
-        group_shares: number of groups -> their shares. Groups with unequal shares must get nearly proportional items.
+        sequence, group_shares: see `batch_groups`. A group without items computes a copy of the first item.
         says: this rank logs why a batch is not shared.
     """
     stacked = STACKED | STACKED_ELSEWHERE | frozenset(leading)
@@ -123,21 +116,13 @@ def share_out(
         if items > unit and most > 1 and says:
             _warn_once(problem)
         return BatchShares(1, items, items, stacked)
-    count = items // unit
-    shares = {n: group_shares(n) for n in range(1, most + 1) if not ranks % n} if sequence else {most: group_shares(most)}
-    groups = max((n for n in shares if not most % n and _is_fair(count, n, shares[n])), default=1) if sequence else most
-    return BatchShares(groups, items, unit, stacked, shares[groups])
+    groups = batch_groups(items // unit, ranks, degree, sequence, group_shares)
+    return BatchShares(groups, items, unit, stacked, group_shares(groups))
 
 
 @lru_cache(maxsize=64)
 def _warn_once(problem: str) -> None:
     log.warning("the batch axis is not used: %s", problem)
-
-
-def _is_fair(items: int, groups: int, shares: Shares) -> bool:
-    """Return whether no group gets (much) more of the items than its share."""
-    parts = zip(split_sizes(items, groups, shares), shares or (1,) * groups, strict=True)
-    return max(own / share for own, share in parts) * (sum(shares) or groups) <= items * (UNFAIR if shares else 1)
 
 
 def _unshareable(arguments: Mapping[str, Any], stacked: frozenset[str], items: int, unit: int) -> Iterator[str]:

@@ -20,9 +20,8 @@ import torch
 from comfy import model_management
 from torch import Tensor
 
-from ...engine.cost import DegreePlanner
+from ...engine.cost import CallWork, DegreePlanner
 from ...engine.mesh import BatchMesh, SequenceMesh
-from ...engine.policy import CallWork
 from ...engine.state import CallState
 from ...engine.weights.pages import trim_heap
 from ...errors import CompileError, MirrorError
@@ -122,14 +121,14 @@ class Mirrors:
         request: Call,
         arguments: dict[str, Any],
         mesh: BatchMesh,
-        planner_for: Callable[[SequenceMesh, tuple[int, ...]], DegreePlanner],
+        planner_for: Callable[[SequenceMesh, list[list[int]]], DegreePlanner],
         on_module: Callable[[], None],
         on_run: Callable[[int], bool] = lambda stages: True,
     ) -> tuple[Any, CallOutcome]:
-        """Run the model's own forward with `arguments` (by name) on all ranks, or on those that the call's split names.
+        """Run the model's own forward with `arguments` (by name) on as many ranks as the request says.
 
         Args:
-            planner_for: mesh of the ranks that share a sequence, all ranks that take part -> planner of the call.
+            planner_for: mesh of the ranks that share a sequence, ranks of all groups -> planner of the call.
             on_module, on_run: called at every planned module; and, where several runs of the forward follow each other, at each of
                 them, with the number of stages, to return whether the next one is sure to take place.
 
@@ -140,11 +139,12 @@ class Mirrors:
         if request.method not in METHODS:
             raise MirrorError(f"a call of {request.method!r}, which is no forward")
         mirror = self.mirror_of(request.key)
-        part = part_of(mirror.installed.plan, request, arguments, mesh)
+        part = part_of(mirror.installed.plan, request, arguments, mesh, alone=request.ranks == 1 and mirror.placement != WHOLE)
         if part is None:
-            at_work = 0 if request.split is None else request.split.at_work
-            return None, CallOutcome(idle=True, degrees=ALONE, at_work=at_work, room=room(self.device), compiled=mirror.compilation)
-        planner = planner_for(part.sequence, part.members)
+            return None, CallOutcome(
+                idle=True, degrees=ALONE, at_work=request.ranks, room=room(self.device), compiled=mirror.compilation
+            )
+        planner = planner_for(part.sequence, part.mesh.members(part.shares.groups))
         taken = self._prepare(mirror, request, part, arguments)
         prelude = time.perf_counter() - began
         # Not inference_mode, which does not count changes in place: see `CallState.once`.
@@ -153,7 +153,7 @@ class Mirrors:
 
     def _prepare(self, mirror: Mirror, request: Call, part: CallPart, arguments: dict[str, Any]) -> dict[str, Any]:
         """Put the weights on the device, and leave room for the call; return this rank's part of the arguments."""
-        taken = take_items(part.shares, arguments, part.mesh.index(part.shares.taking_part))
+        taken = take_items(part.shares, arguments, part.mesh.index(part.shares.groups))
         in_place = {name: taken.pop(name) for name in request.in_place if name in taken}  # `LocalResiduals` copies even less
         taken = {**owned(taken, self.device), **in_place}
         latent = next(tensor.shape for name in request.leading for tensor in tensors(taken[name]))
@@ -173,7 +173,7 @@ class Mirrors:
         prelude: float,
     ) -> tuple[Any, CallOutcome]:
         """Run the forward, in stages or not; return what `call` does. `notes`: its `on_module` and `on_run`."""
-        forward, settings = getattr(mirror.model, request.method), request.pipeline
+        forward, settings, began = getattr(mirror.model, request.method), request.pipeline, time.perf_counter()
         staged: Staged | None = None
         if settings is None or part.stage is None:
             out, state = run_sharded(mirror.installed, forward, arguments, part.sequence, planner, notes[0], mirror.weights)
@@ -192,6 +192,7 @@ class Mirrors:
                 *notes,
             )
             staged = Staged(**pipeline.described(settings))
+        launched = time.perf_counter() - began
         ring, ulysses = planner.chosen or (1, 1)
         return part.shares.gather(out, part.mesh), CallOutcome(
             degrees={"ulysses": ulysses, "ring": ring, "batch": part.shares.groups, **(staged.degrees if staged else {})},
@@ -203,6 +204,7 @@ class Mirrors:
             predicted_bytes=planner.bytes_sent,
             work=self._work(mirror, part, planner, state) if staged is None else None,
             prelude=prelude,
+            host=0.0 if self.device.type == "cpu" else launched,
             staged=staged,
         )
 

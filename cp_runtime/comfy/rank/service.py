@@ -90,7 +90,7 @@ class ModelService:
                     request,
                     arguments,
                     worker.mesh,
-                    lambda mesh, members: DegreePlanner(request.sequence, mesh.size, worker.measured.of(members), mesh.shares),
+                    lambda mesh, groups: DegreePlanner(request.sequence, mesh.size, worker.measured.of(*groups), mesh.shares),
                     on_module,
                     worker.run_point,
                 )

@@ -130,7 +130,6 @@ def timed(patcher: Any) -> Any:
         executor: Callable[..., Any], x: Any, t: Any, c_concat: Any = None, c_crossattn: Any = None, control: Any = None,
         *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        # Without the text, whose length varies with every prompt and hardly matters.
         timer.enter({"x": x, "concat": c_concat, "control": control, **kwargs})
         out = executor(x, t, c_concat, c_crossattn, control, *args, **kwargs)
         timer.leave()

@@ -13,7 +13,6 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from ...controller.calls import in_words
 from ...controller.placement import HELD
 from ...controller.run_stats import NOT_MEASURED, UNITS, CallRecord, RunStats, Speed
 from ...errors import ContextParallelError, bad_value
@@ -21,6 +20,7 @@ from ...families import plan_for
 from ...pool.config import RuntimeConfig
 from ...pool.protocol import decode
 from ...pool.settings import MAX_RANKS
+from ...timing.choice import in_words
 from ...version import VERSION
 from .apply import apply_to_model, check_type, timed
 from .patcher import ContextParallelPatcher

@@ -6,13 +6,13 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from ...controller.calls import in_words
 from ...controller.journal import Failure, Journal
 from ...controller.run_stats import NOT_MEASURED, CallRecord, Node
 from ...controller.workers import Workers
 from ...pool.board import SILENT
 from ...pool.worker import host_bytes
 from ...pool.worker_pool import WorkerPool
+from ...timing.choice import in_words
 from ...version import VERSION
 from .report import axes
 from .runtime import CONTROLLER, nothing_to_share

@@ -50,22 +50,25 @@ class Ranks:
     def __init__(self):
         self.mesh, self.weights = BatchMesh(dist.group.WORLD, groups=Groups(dist.group.WORLD, TIMEOUT)), None
 
-    def on(self, ranks, groups, ring, ulysses):
-        """A call on some ranks, in batch groups."""
-        team = self.mesh.team(ranks, groups, ring, ulysses)
-        if team is None:
+    def on(self, count, groups, ring, ulysses):
+        """A call on the first ranks, in batch groups."""
+        first = self.mesh.first(count)
+        if first is None:
             return True
-        index = slice(team.index(groups), team.index(groups) + 1) if groups > 1 else slice(None)
-        return attend(team.sequence(groups), ring, ulysses, tokens[index], expected[index])
+        index = slice(first.index(groups), first.index(groups) + 1) if groups > 1 else slice(None)
+        return attend(first.sequence(groups), ring, ulysses, tokens[index], expected[index])
 
     def small(self):
-        return self.on((0, 1), 1, 1, 2)
+        return self.on(2, 1, 1, 2)
 
-    def team(self):
-        return self.on((0, 1, 3), 1, 3, 1)
+    def three(self):
+        return self.on(3, 1, 3, 1)
 
     def halves(self):
-        return self.on((0, 1, 2, 3), 2, 1, 2)
+        return self.on(4, 2, 1, 2)
+
+    def alone(self):
+        return attend(self.mesh.alone, 1, 1)
 
     def degrees(self):
         return attend(self.mesh.sequence(), 2, 2)

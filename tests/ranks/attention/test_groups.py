@@ -13,7 +13,7 @@ def test_every_order_of_calls_loads_and_decodes(mode):
     """With the right results, and the same operations on every group on all of its ranks, in one order."""
     (report,) = run_ranks("attention/group_ranks.py", 4, mode, timeout=60)
     assert report["wrong"] == []
-    # For weights all, for tokens {0, 1, 3}, {0, 1} as a team, a half and an axis of two by two, and {0, 2} as its other axis.
+    # For weights all, for tokens {0, 1, 2}, {0, 1} as the first two, a half and an axis of two by two, {0, 2} as its other axis.
     assert report["groups"] <= 4
     assert report["disagreements"] == []
     assert report["kinds"] == ["all_reduce", "barrier", "messages"]  # over gloo all others are messages between pairs

@@ -56,8 +56,9 @@ def call(mirrors, mesh, ulysses, batch=1, pipeline=None, arguments=None):
     """Return the output of the model under KEY, called as by a worker. `arguments`: of its forward; None = `flux_inputs`."""
     model, settings = mirrors.entries[KEY].patcher.model, SequenceSettings(ulysses_degree=ulysses, ring_degree=1)
     request = Call(
-        key=KEY, method="_forward", sequence=settings, split=None, batch_degree=1, leading=("x", "timestep"), in_place=("control",),
-        memory_scale=1.0, compile=None, compile_or_raise=True, cancel_every=0, value=None, drop=(), pipeline=pipeline,
+        key=KEY, method="_forward", sequence=settings, ranks=mesh.size, batch_degree=1, leading=("x", "timestep"),
+        in_place=("control",), memory_scale=1.0, compile=None, compile_or_raise=True, cancel_every=0,
+        value=None, drop=(), pipeline=pipeline,
     )  # fmt: skip
     arguments = arguments or flux_inputs(model.manual_cast_dtype or model.get_dtype(), batch=batch)
     out, _ = mirrors.call(request, arguments, mesh, lambda mesh, _: DegreePlanner(settings, mesh.size, RATES), lambda: None)

@@ -168,7 +168,7 @@ report(step="freed", freed=freed)
 def batches(rooms, inventory=CUDA, **inputs):
     inputs = inputs or {"world_size": len(rooms) or 2}
     parallel.cp_config = RuntimeConfig.resolve(inventory=inventory, **inputs)
-    CONTROLLER.workers = workers = Workers(parallel.cp_config, WorkerSite(), lambda: None, Shortages())
+    CONTROLLER.workers = workers = Workers(parallel.cp_config, WorkerSite(), lambda: None, Shortages(), CONTROLLER.times)
     workers.pool.alive = True
     if rooms:
         reports = [call_report(room=room and int(room * one)) for room in rooms]

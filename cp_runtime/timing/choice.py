@@ -1,0 +1,165 @@
+"""On how many ranks a call runs: one, those of this computer, or all. Never slower than one device once that is measured.
+
+Where nothing was measured, the prediction decides. From then on the least of what was measured does, and what is predicted to be
+about as fast is tried. Whatever ran once only runs once more before it is judged, as a first run warms up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..engine.cost import CallWork
+from .prediction import Ranks, Run, link_of, of_so_many_tokens, on_one_rank, predict
+from .times import Times, digest, least, remember
+
+NEARLY = 1.25  # times the best: whatever is predicted below this is tried
+HOPELESS = 2.0  # times the best: what took longer does not run again to warm up
+KINDS = 64  # of calls that are remembered
+
+Can = Callable[[int], bool]
+"""Whether so many ranks have the memory for a call."""
+
+
+@dataclass
+class Seen:
+    """What calls of a kind have shown since the ranks started."""
+
+    work: CallWork
+    runs: dict[int, Run] = field(default_factory=dict)  # the last ones, by number of ranks
+    predicted: dict[int, float] = field(default_factory=dict)  # seconds, since the last new thing
+    compared: bool = False  # a call was repeated on one rank, which counts without a second time
+
+
+class Chooser:
+    """Chooses for the calls of one pool.
+
+    Args:
+        machine: what times depend on: devices, driver, backend, shares.
+        one_device: the same of one device.
+        own: number of ranks on this computer; they are the first ones.
+    """
+
+    def __init__(self, times: Times, machine: object, one_device: str, own: int) -> None:
+        self._times, self._machine, self._one_device, self._own = times, machine, one_device, own
+        self._seen: dict[object, Seen] = {}
+        self._names: dict[object, str] = {}
+        self._link = 1.0  # time of communication, as a multiple of the measured one
+
+    def who(self, ranks: Ranks, count: int) -> str:
+        """Return the name of so many ranks in the table of times."""
+        how = () if count == 1 else (ranks.settings, ranks.batch_degree)
+        key = count, ranks.sharded, how
+        if key not in self._names:
+            self._names[key] = digest(*key, ranks.size, self._one_device if count == 1 else self._machine)
+        return self._names[key]
+
+    def seen(self, kind: str, ranks: Ranks) -> Seen | None:
+        """Return what calls of a kind have shown."""
+        return self._seen.get((kind, ranks.settings, ranks.sharded))
+
+    def candidates(self, ranks: Ranks) -> list[int]:
+        """Return the numbers of ranks to choose from. Where every rank keeps a part of the weights, all take part: to share the
+        work, or to compute the same."""
+        return sorted({1, ranks.size} if ranks.sharded else {1, self._own, ranks.size})
+
+    def choose(self, kind: str, ranks: Ranks, can: Can, guess: CallWork | None) -> int:
+        """Return the number of ranks for the next call. `guess`: its work, as far as anybody knows before the first one."""
+        able = [count for count in self.candidates(ranks) if count == ranks.size or can(count)]
+        seen, measured = self.seen(kind, ranks), self._measured(kind, ranks, able)
+        if not measured:
+            predicted = self._by_guess(ranks, able, guess) if guess is not None else {}
+            shortest = min(predicted.values(), default=0.0)
+            # All tell most: a run on one device does not say what ranks would send.
+            return next((n for n in sorted(predicted, reverse=True) if predicted[n] < NEARLY * shortest), ranks.size)
+        best = min(measured, key=lambda count: measured[count][0])
+        shortest, samples = measured[best]
+        warm = shortest if samples > 1 or seen is None else min(shortest, seen.runs[best].seconds)
+        untried = self._predicted(seen, ranks, [count for count in able if count not in measured])
+        first = min(untried, key=lambda count: untried[count], default=None)
+        if first is not None and untried[first] < warm / HOPELESS:
+            return first
+        for count, (seconds, samples) in measured.items():
+            if samples == 1 and seconds < HOPELESS * shortest:
+                return count
+        return best if first is None or untried[first] >= NEARLY * shortest else first
+
+    def note(self, kind: str, ranks: Ranks, count: int, work: CallWork, run: Run, tokens: int, guess: CallWork | None) -> None:
+        """Note a run. `tokens`: of the whole call."""
+        seen = self.seen(kind, ranks)
+        if not work.attentions and work.sequence:  # one rank does not say what ranks would exchange
+            known = seen.work if seen is not None else guess and of_so_many_tokens(guess, tokens)
+            work = replace(work, attentions=known.attentions if known else ())
+        seen = seen or Seen(work)
+        remember(self._seen, (kind, ranks.settings, ranks.sharded), seen, KINDS)
+        first = count not in seen.runs
+        seen.work, seen.runs[count] = work, run.warm if first else run
+        if len(self._times.of(kind, self.who(ranks, count))) <= 2 or first:
+            seen.predicted.clear()
+            link = link_of(work, ranks, ranks.way(work, count), seen.runs[count]) or self._link
+            self._link = max(link, self._link) if first else link
+
+    def compared(self, kind: str, ranks: Ranks) -> None:
+        """Note that a call of a kind that has run was repeated on one rank."""
+        if (seen := self.seen(kind, ranks)) is not None:
+            seen.compared = True
+
+    def described(self, kind: str, ranks: Ranks, count: int) -> dict[str, Any]:
+        """Return the report's entry on the choice of a call that has run: the ranks at work, and the best of the others."""
+        told: dict[str, Any] = {"ranks": count, "of": ranks.size, "alternative": None}
+        others = [other for other in self.candidates(ranks) if other != count]
+        seen, measured = self.seen(kind, ranks), self._measured(kind, ranks, self.candidates(ranks))
+        seconds = {other: measured[other][0] for other in others if other in measured}
+        seconds |= self._predicted(seen, ranks, [other for other in others if other not in measured])
+        if seconds and count in measured:
+            told["seconds"], best = measured[count][0], min(seconds, key=lambda other: seconds[other])
+            times = seconds[best] / measured[count][0]
+            told["alternative"] = {"ranks": best, "seconds": seconds[best], "measured": best in measured, "times": times}
+            told["next"] = self.choose(kind, ranks, lambda count: True, None)
+        return told
+
+    def _measured(self, kind: str, ranks: Ranks, counts: list[int]) -> dict[int, tuple[float, int]]:
+        """Return (seconds, how often they were measured) of numbers of ranks. What ran once, and before the ranks started, may
+        have been slow by chance: it does not count."""
+        seen, found = self.seen(kind, ranks), {}
+        for count in counts:
+            samples = self._times.of(kind, self.who(ranks, count))
+            compared = count == 1 and seen is not None and seen.compared
+            if len(samples) > 1 or (samples and seen is not None and (compared or count in seen.runs)):
+                found[count] = least(samples), len(samples) + compared
+        return found
+
+    def _predicted(self, seen: Seen | None, ranks: Ranks, counts: list[int]) -> dict[int, float]:
+        """Return the predicted seconds of numbers of ranks; none before a first run, or where nobody knows what they would send."""
+        if seen is None or not (seen.work.attentions or not seen.work.sequence):
+            return {}
+        work, ranks = seen.work, replace(ranks, link=self._link)
+        reference = max(seen.runs, key=lambda count: (seen.runs[count].communication > 0, -seen.runs[count].seconds))
+        for count in counts:
+            if count not in seen.predicted:
+                ways = ranks.way(work, count), ranks.way(work, reference)
+                seen.predicted[count] = predict(work, ranks, *ways, seen.runs[reference])
+        return {count: seen.predicted[count] for count in counts}
+
+    def _by_guess(self, ranks: Ranks, counts: list[int], work: CallWork) -> dict[int, float]:
+        ranks = replace(ranks, link=self._link)
+        one, run = ranks.way(work, 1), on_one_rank(work, ranks)
+        return {count: predict(work, ranks, ranks.way(work, count), one, run) for count in counts}
+
+
+def in_words(choice: Mapping[str, Any] | None) -> str:
+    """Put a choice into words: "1 of 4 devices; 4 would take 1.30 times as long (predicted)". Empty without a choice.
+
+    The measured time on one device is left to the speed of the run. A faster number of ranks is named only where it comes next.
+    """
+    if choice is None:
+        return ""
+    text, other = f"{choice['ranks']} of {choice['of']} devices", choice["alternative"]
+    if other is None or (other["ranks"] == 1 and other["measured"]):
+        return text
+    how = "measured" if other["measured"] else "predicted"
+    if other["times"] < 1:
+        following = f"; the next call takes {other['ranks']} where memory allows: {other['times']:.2f} times as long ({how})"
+        return text + following if choice["next"] == other["ranks"] else text
+    return f"{text}; {other['ranks']} would take {other['times']:.2f} times as long ({how})"

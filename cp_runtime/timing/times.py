@@ -1,0 +1,94 @@
+"""The one table of times: (kind of call, who computed it) -> seconds. Choice, report, panel and Measure all read it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ..cache import MAX_ENTRIES, CacheFile
+from ..nested import tensors
+
+SAMPLES = 9  # that are kept of a time: the newest
+LATEST = 3  # of these count for a choice: the least of them, so that one late call does not, and a slower machine does
+SHORTEST, LONGEST = 1e-6, 1e9  # seconds; others are not believed
+PICTURE = 4  # dimensions of a tensor with pictures or videos: batch, channels, rows and columns
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+def digest(*words: object) -> str:
+    """Return a name for some values, the same in every process."""
+    return hashlib.sha256(repr(words).encode()).hexdigest()[:16]
+
+
+def kind_of(key: str, arguments: Mapping[str, Any]) -> str:
+    """Return the name of the kind of a call: calls of one kind take the same time on the same ranks.
+
+    Kinds differ in the shapes of what becomes tokens: the latent, which is the first argument, pictures and videos, and whatever is
+    given as a list, one entry for each reference. Not in those of texts, whose length changes with every prompt and hardly counts.
+
+    Args:
+        key: of the model.
+        arguments: by name; the first one is the latent.
+    """
+    counting = [
+        tuple(tensor.shape)
+        for place, value in enumerate(arguments.values())
+        for tensor in tensors(value)
+        if place == 0 or isinstance(value, list) or tensor.ndim >= PICTURE
+    ]
+    return digest(key, counting)
+
+
+class Times:
+    """Seconds by name of what took them: a kind of call, and who computed it. Kept on disk by `save`. `path`: of the file, from the
+    user's cache folder."""
+
+    def __init__(self, path: str | Path = "times.json") -> None:
+        self._file = CacheFile(path)
+        self._changed: dict[str, tuple[float, ...]] = {}
+        self._samples = {name: given for name, entry in self._file.read().items() if (given := _samples(entry))}
+
+    def of(self, kind: str, who: str) -> tuple[float, ...]:
+        """Return what was measured, the oldest first."""
+        return self._samples.get(_name(kind, who), ())
+
+    def add(self, kind: str, who: str, seconds: float) -> None:
+        """Note what was measured."""
+        if SHORTEST <= seconds < LONGEST:
+            name, samples = _name(kind, who), (*self.of(kind, who), float(f"{seconds:.6g}"))[-SAMPLES:]
+            remember(self._samples, name, samples)
+            remember(self._changed, name, samples)
+
+    def save(self) -> None:
+        """Keep on disk what is new."""
+        if self._changed:
+            changed, self._changed = self._changed, {}
+            self._file.put({name: list(samples) for name, samples in changed.items()})
+
+
+def least(samples: tuple[float, ...]) -> float:
+    """Return the seconds that count for a choice."""
+    return min(samples[-LATEST:])
+
+
+def _name(kind: str, who: str) -> str:
+    return f"{kind} {who}"
+
+
+def _samples(entry: Any) -> tuple[float, ...]:
+    """Return the samples of an entry of the file; none where it is malformed."""
+    given = entry[-SAMPLES:] if isinstance(entry, list) else []
+    good = all(isinstance(each, (int, float)) and not isinstance(each, bool) and SHORTEST <= each < LONGEST for each in given)
+    return tuple(map(float, given)) if good else ()
+
+
+def remember(known: dict[K, V], name: K, value: V, most: int = MAX_ENTRIES) -> None:
+    """Put a value into a dict as its newest. With more than `most` values, forget the oldest."""
+    known.pop(name, None)
+    known[name] = value
+    if len(known) > most:
+        del known[next(iter(known))]
