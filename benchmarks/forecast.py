@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 import common
 
 from cp_runtime.engine.config import SequenceSettings
-from cp_runtime.engine.cost import AttentionShape, CallWork, Rates
+from cp_runtime.engine.cost import AttentionShape, CallWork, Rates, choose
 from cp_runtime.engine.measuring import Measured
-from cp_runtime.timing.prediction import Ranks, Run, Way, degrees, predict
+from cp_runtime.timing.prediction import Ranks, Run, Way, predict
 
 UNITS = 128  # multiprocessors of a device: from 82 (3090) to 170 (5090)
 PER_MACHINE = 8  # devices in one machine, where there are several
@@ -182,7 +182,8 @@ def forecast(work: CallWork, devices: int, link: Link, alone: float, host: Host 
     ranks = ranks_on(devices, link, operations(work) / alone)
     for count in sorted({1, devices, min(devices, PER_MACHINE) if link.between is not None else devices}):
         way = ranks.way(work, count)
-        ring, ulysses = degrees(work, ranks, way)
+        rates = ranks.measured.of(*ranks.groups(way))
+        ring, ulysses = choose(work.attentions[0][0], count // way.groups, ranks.settings, rates)
         seconds = predict(work, ranks, way, Way(1), Run(alone, alone, 0.0))
         least = min(alone, host.step(sum(count for _, count in work.attentions), ring))
         yield Forecast(max(seconds, least), alone, way, ring, ulysses)

@@ -11,7 +11,6 @@ cores.
 s: seconds, median; a repetition is as long as its slowest rank takes.
 one round / these: of those seconds; above 1 if these are faster.
 best / chosen: of all numbers of rounds, and those that the planner takes from what it measured on that link.
-one way / both ways: of a ring's exchanges alone; below 1 if halves of a chunk that travel in opposite directions take longer.
 exact / 8 bit: of the rounds that are chosen, and of as many as there may be.
 diffusers / best: its Ulysses against the best of ours, its ring against the best of our rings.
 """
@@ -52,8 +51,6 @@ BURST = 256 << 10  # bytes that pass at once; larger than what the kernel would 
 QUEUE = 64 << 20  # bytes that wait; what is dropped would be sent again
 TOKENS = 4096
 TOLERANCE, TOLERANCE_OF_8_BITS = 1e-4, 0.5  # largest difference, in standard deviations
-CHUNK, RATE = 3 << 20, 25e6
-"""Bytes, and bytes per second, of a ring's exchanges alone."""
 MODEL = dict(
     in_channels=16,
     num_layers=1,
@@ -64,7 +61,7 @@ MODEL = dict(
     pooled_projection_dim=64,
     axes_dims_rope=(16, 24, 24),
 )
-PARTS = {"attention": [], "step": [2], "directions": [3]}
+PARTS = {"attention": [], "step": [2]}
 """Numbers of ranks; none: those that were asked for."""
 RINGS = {"ring": "alltoall", "ring allgather": "allgather"}
 
@@ -130,40 +127,8 @@ def variants_of(case: Layer | Step, world: int) -> dict[str, Callable[[], Tensor
     }
 
 
-def show_directions(repetitions: int) -> None:
-    """Let chunks go around a ring one way, and in halves that go opposite ways. Every rank has one link to a switch."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    chunks = [torch.ones(CHUNK, dtype=torch.uint8) for _ in range(2)]
-
-    def around(*parts: tuple[slice, int]) -> Tensor:
-        for step in range(world - 1):
-            sent, received = chunks[step % 2], chunks[(step + 1) % 2]
-            operations = [dist.P2POp(dist.irecv, received[part], (rank - way) % world) for part, way in parts]
-            operations += [dist.P2POp(dist.isend, sent[part], (rank + way) % world) for part, way in parts]
-            for work in dist.batch_isend_irecv(operations):
-                work.wait()
-        return received
-
-    half = CHUNK // 2
-    ways = {"one way": [(slice(CHUNK), 1)], "both ways": [(slice(half), 1), (slice(half, CHUNK), -1)]}
-    limit(RATE)
-    times = alternate({name: partial(around, *parts) for name, parts in ways.items()}, repetitions)
-    one, both = (times[name].median for name in ways)
-    full = (world - 1) * CHUNK / RATE
-    report(
-        name=f"directions, {world} ranks",
-        ratios={"one way / both ways": one / both},
-        s_one_way=one,
-        s_both_ways=both,
-        s_link_full=full,
-    )
-
-
 @torch.inference_mode()
 def rank_main(what: str, repetitions: int, links: list[str]) -> None:
-    if what == "directions":
-        show_directions(repetitions)
-        return
     diffusers_cp.patch()
     keep_freed_memory()
     world, mesh = dist.get_world_size(), SequenceMesh(dist.group.WORLD)
@@ -218,7 +183,7 @@ def main() -> None:
     options = common.options(
         __doc__,
         "three links and two repetitions: three minutes",
-        ranks={"default": [2, 3], "help": "of attention; a step has two, directions three"},
+        ranks={"default": [2, 3], "help": "of attention; a step has two"},
         only={"nargs": "+", "choices": PARTS, "default": list(PARTS)},
         links={"nargs": "+", "choices": LINKS, "default": list(LINKS)},
         repetitions=5,

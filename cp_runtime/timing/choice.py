@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..engine.cost import CallWork
-from .prediction import Ranks, Run, link_of, of_so_many_tokens, on_one_rank, predict
+from .prediction import Ranks, Run, link_of, on_one_rank, predict
 from .times import Times, digest, least, remember
 
 NEARLY = 1.25  # times the best: whatever is predicted below this is tried
@@ -89,8 +89,9 @@ class Chooser:
         """Note a run. `tokens`: of the whole call."""
         seen = self.seen(kind, ranks)
         if not work.attentions and work.sequence:  # one rank does not say what ranks would exchange
-            known = seen.work if seen is not None else guess and of_so_many_tokens(guess, tokens)
-            work = replace(work, attentions=known.attentions if known else ())
+            known = seen.work if seen is not None else guess
+            shapes = known.attentions if known is not None else ()
+            work = replace(work, attentions=tuple((replace(one, queries=tokens, keys=tokens), n) for one, n in shapes))
         seen = seen or Seen(work)
         remember(self._seen, (kind, ranks.settings, ranks.sharded), seen, KINDS)
         first = count not in seen.runs
@@ -116,7 +117,6 @@ class Chooser:
             told["seconds"], best = measured[count][0], min(seconds, key=lambda other: seconds[other])
             times = seconds[best] / measured[count][0]
             told["alternative"] = {"ranks": best, "seconds": seconds[best], "measured": best in measured, "times": times}
-            told["next"] = self.choose(kind, ranks, lambda count: True, None)
         return told
 
     def _measured(self, kind: str, ranks: Ranks, counts: list[int]) -> dict[int, tuple[float, int]]:
@@ -151,15 +151,12 @@ class Chooser:
 def in_words(choice: Mapping[str, Any] | None) -> str:
     """Put a choice into words: "1 of 4 devices; 4 would take 1.30 times as long (predicted)". Empty without a choice.
 
-    The measured time on one device is left to the speed of the run. A faster number of ranks is named only where it comes next.
+    The measured time on one device is left to the speed of the run, and a faster number of ranks to the calls to come.
     """
     if choice is None:
         return ""
     text, other = f"{choice['ranks']} of {choice['of']} devices", choice["alternative"]
-    if other is None or (other["ranks"] == 1 and other["measured"]):
+    if other is None or other["times"] < 1 or (other["ranks"] == 1 and other["measured"]):
         return text
     how = "measured" if other["measured"] else "predicted"
-    if other["times"] < 1:
-        following = f"; the next call takes {other['ranks']} where memory allows: {other['times']:.2f} times as long ({how})"
-        return text + following if choice["next"] == other["ranks"] else text
     return f"{text}; {other['ranks']} would take {other['times']:.2f} times as long ({how})"

@@ -126,13 +126,6 @@ def link_of(work: CallWork, ranks: Ranks, way: Way, run: Run) -> float | None:
     return _link(run, _parts(work, ranks, way)[2] + _weights(work, ranks, run.compute))
 
 
-def degrees(work: CallWork, ranks: Ranks, way: Way) -> tuple[int, int]:
-    """Return (ring, Ulysses) of a call's first attention."""
-    group, shape = ranks.groups(way)[0], work.attentions[0][0]
-    chosen, _ = decide(shape, len(group), ranks.settings, ranks.measured.of(*ranks.groups(way)), ranks.shares_of(group))
-    return chosen.mesh_shape
-
-
 def on_one_rank(work: CallWork, ranks: Ranks) -> Run:
     """Return the run of a call on the first rank, by the rates alone."""
     rates = ranks.measured.of((0,))
@@ -159,11 +152,6 @@ def guess(parameters: float, blocks: int, itemsize: int, latent: Sequence[int], 
     tokens = max(1, prod(latent[2:]) // PATCH)
     shape = AttentionShape(1, tokens, tokens, heads, heads, HEAD_DIM, itemsize)
     return CallWork(items, True, ((shape, blocks),), 2 * parameters * tokens, itemsize * prod(latent))
-
-
-def of_so_many_tokens(work: CallWork, tokens: int) -> CallWork:
-    """Return the work of a call whose attentions all are over so many tokens."""
-    return replace(work, attentions=tuple((replace(s, queries=tokens, keys=tokens), count) for s, count in work.attentions))
 
 
 def _link(run: Run, communication: float) -> float | None:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import PlanError
-from ...nested import leaves, map_tensors, tensors
+from ...nested import form_of, leaves, map_tensors, tensors
 from ..call import RunningCall
 from ..collectives import Pending, RankGroup
 from ..plan import ShardingPlan, find_modules, method_of
@@ -278,8 +278,7 @@ class Stages:
     def _form(self, number: int, stock: Callable[..., Any], args: Any, kwargs: Any) -> Form:
         """Return the form of a block's outputs for these inputs. The first block of a kind runs."""
         block, inputs = self._blocks[number], list(tensors((args, kwargs)))
-        shapes = tuple((tensor.shape, tensor.dtype) for tensor in (*block.weights, *inputs))
-        key = type(block.module), len(block.slots), shapes
+        key = type(block.module), len(block.slots), form_of([*block.weights, *inputs])
         if key not in self._forms:
             forms = [(tensor.shape, tensor.dtype) for tensor in inputs]
             with self._lent(block):
