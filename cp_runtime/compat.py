@@ -6,9 +6,11 @@ import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
@@ -52,14 +54,26 @@ def fused_attention_functions() -> frozenset[Callable[..., Any]]:
     return frozenset({F.multi_head_attention_forward, *(getattr(torch, name) for name in names if hasattr(torch, name))})
 
 
-def profiler_is_on() -> bool:
-    """Return whether one of torch's profilers runs in this thread."""
-    return bool(torch.autograd._profiler_enabled())
+profiler_is_on: Callable[[], bool] = torch.autograd._profiler_enabled
+"""Whether one of torch's profilers runs in this thread."""
 
 
 def load_op(name: str) -> Callable[..., Any] | None:
     """Return an ATen operator, or None if this torch lacks it."""
     return getattr(torch.ops.aten, name, None)
+
+
+def start_all_to_all(received: Tensor, send: Tensor, arriving: Sequence[int], sent: Sequence[int], group: Any) -> Any:
+    """Do what `dist.all_to_all_single` does with `async_op`, without its checks, which take longer than the rest on the host."""
+    return group.alltoall_base(received, send, arriving, sent, _asynchronous())
+
+
+@cache
+def _asynchronous() -> Any:
+    options: Any = dist.AllToAllOptions()
+    if hasattr(options, "asyncOp"):  # since torch 2.8
+        options.asyncOp = True
+    return options
 
 
 def as_parameter(tensor: Tensor, requires_grad: bool) -> nn.Parameter:

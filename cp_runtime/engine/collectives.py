@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..compat import start_all_to_all
 from .profiling import trace_range
 
 KEPT_EVENTS = 1024  # pairs of device events; beyond that they are added up early
@@ -35,6 +36,7 @@ class CommStats:
     """
 
     def __init__(self) -> None:
+        self._spare: defaultdict[torch.device, list[Any]] = defaultdict(list)  # pairs of events, which take longer to make
         self.reset()
 
     def reset(self) -> None:
@@ -42,7 +44,7 @@ class CommStats:
         self.bytes: Counter[str] = Counter()
         self.pending = 0
         self._seconds = 0.0
-        self._events: list[tuple[Any, Any]] = []
+        self._events: list[tuple[torch.device, Any, Any]] = []
 
     @property
     def collectives(self) -> int:
@@ -58,7 +60,7 @@ class CommStats:
     def seconds(self) -> float:
         """Seconds spent waiting for collectives. Reading it waits for the last one."""
         if self._events:
-            self._events[-1][1].synchronize()
+            self._events[-1][2].synchronize()
         self._add_up(len(self._events))
         return self._seconds
 
@@ -69,32 +71,36 @@ class CommStats:
         self.pending += 1
 
     def wait(self, works: Sequence[Any], device: torch.device, on_host: bool) -> None:
-        """Wait for the works of one collective, and add up the time."""
-        if on_host or device.type == "cpu":
+        """Wait for the works of one collective, and add up the time. `on_host`: that of the host."""
+        if on_host:
             began = time.perf_counter()
             for work in works:
                 work.wait()
             self._seconds += time.perf_counter() - began
         else:
-            start, end = (torch.get_device_module(device).Event(enable_timing=True) for _ in range(2))
+            spare = self._spare[device]
+            start, end = spare.pop() if spare else [torch.get_device_module(device).Event(enable_timing=True) for _ in range(2)]
             start.record()
             for work in works:
                 work.wait()
             end.record()
-            self._events.append((start, end))
+            self._events.append((device, start, end))
             if len(self._events) > KEPT_EVENTS:
-                self._events[KEPT_EVENTS // 2][1].synchronize()
+                self._events[KEPT_EVENTS // 2][2].synchronize()
                 self._add_up(KEPT_EVENTS // 2)
         self.pending -= 1  # not after an error: it is still under way
 
     def _add_up(self, count: int) -> None:
-        self._seconds += sum(float(start.elapsed_time(end)) for start, end in self._events[:count]) / 1e3
+        self._seconds += sum(float(start.elapsed_time(end)) for _, start, end in self._events[:count]) / 1e3
+        for device, *pair in self._events[:count]:
+            self._spare[device].append(pair)
         del self._events[:count]
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """Return a flat view of a contiguous tensor's bytes."""
-    return tensor.view(-1).view(torch.uint8)
+    flat = tensor if tensor.ndim == 1 else tensor.view(-1)
+    return flat if flat.dtype == torch.uint8 else flat.view(torch.uint8)
 
 
 class Pending:
@@ -104,12 +110,13 @@ class Pending:
         self, group: RankGroup, kind: str, works: Sequence[Any], sent: int, like: Tensor, staged: Sequence[tuple[Tensor, Tensor]]
     ) -> None:
         self._group, self._kind, self._works, self._device, self._staged = group, kind, works, like.device, staged
+        self._on_host = group.via_host or like.is_cpu
         group.stats.started(kind, sent)
 
     def wait(self) -> None:
         """Wait until everything was sent and received."""
         with trace_range("cp.wait", self._kind):
-            self._group.stats.wait(self._works, self._device, self._group.via_host)
+            self._group.stats.wait(self._works, self._device, self._on_host)
             self._works = ()  # they keep alive what was sent
             for target, host in self._staged:
                 target.copy_(host)
@@ -164,15 +171,16 @@ class RankGroup:
             sent, arriving: elements for and from every rank, in the order of the ranks. Both sides know them.
             kind: name in statistics and traces.
         """
-        size, staged = send.element_size(), list[tuple[Tensor, Tensor]]()
-        target, source = as_bytes(self._landing(received, staged)), as_bytes(self._leaving(send))
-        sizes = [count * size for count in arriving], [count * size for count in sent]
+        staged: list[tuple[Tensor, Tensor]] = []
+        if (size := send.element_size()) > 1:
+            sent, arriving = [count * size for count in sent], [count * size for count in arriving]
         with trace_range("cp." + kind):
             if self.via_host:
-                works = self._by_pairs(target.split(sizes[0]), source.split(sizes[1]))
+                target, source = as_bytes(self._landing(received, staged)), as_bytes(self._leaving(send))
+                works = self._by_pairs(target.split(arriving), source.split(sent))
             else:
-                works = [dist.all_to_all_single(target, source, *sizes, group=self.group, async_op=True)]
-        return Pending(self, kind, works, send.nbytes - sizes[1][self.rank], send, staged)
+                works = [start_all_to_all(as_bytes(received), as_bytes(send), arriving, sent, self.group)]
+        return Pending(self, kind, works, send.nbytes - sent[self.rank], send, staged)
 
     def exchange(self, send: Tensor, received: Tensor) -> Pending:
         """Send a tensor to the next rank, and receive one from the previous rank into `received`."""

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,6 +49,7 @@ Memo = Callable[[object, Any, Callable[[], Any]], Any]
 
 # Above this many bytes q, k and v are sent one after the other, so that packing one overlaps with sending another.
 PACKED_LIMIT = 256 << 20
+PLANS = 256  # that are kept
 
 
 def sdpa(scale: float | None = None, causal: bool = False) -> Attend:
@@ -105,26 +106,26 @@ def context_parallel_attention(
     k_layout = k_layout or q_layout
     if causal and (mask is not None or attend is not None):
         raise PlanError("causal attention takes neither a mask nor another function than torch's: neither would be applied to it")
-    _check(q_BLHD, k_BLKD, v_BLKD, mesh, config, q_layout, k_layout)
-    axes, rank, device = mesh.axes(*config.mesh_shape), mesh.rank, q_BLHD.device
-    U, H = axes.ulysses.size, q_BLHD.shape[2]
-    chunk, members = rank // U, slice(rank // U * U, (rank // U + 1) * U)
-    merging = axes.ring.size > 1 and config.rotate_method == "alltoall"
-    by_kernel = causal and axes.ring.size == 1 and k_layout is q_layout and q_layout.in_order
-    rows, layouts, merged_as = chunk_spans(q_layout, U)[chunk], (q_layout, k_layout), q_BLHD.dtype if merging else None
-    if mask is not None:
-        mask = once(("mask", U, *layouts, merged_as), mask, partial(_place, mask, mesh, rows, *layouts, merged_as))
-    elif causal and not by_kernel:
-        mask = once(("causal", U, *layouts, merged_as), q_layout, partial(_causal, device, rows, *layouts, merged_as))
+    if torch.is_grad_enabled() and (q_BLHD.requires_grad or k_BLKD.requires_grad or v_BLKD.requires_grad):
+        raise PlanError("context-parallel attention has no backward: run the model under torch.inference_mode() or torch.no_grad()")
+    ring, U, H, K, rows, spans, lengths, exchanges, _ = _planned(q_BLHD, k_BLKD, v_BLKD, mesh, config, q_layout, k_layout)
+    rank, device = mesh.rank, q_BLHD.device
+    merging = ring.size > 1 and config.rotate_method == "alltoall"
+    by_kernel = causal and ring.size == 1 and k_layout is q_layout and q_layout.in_order
+    if mask is not None or (causal and not by_kernel):
+        layouts, merged_as = (q_layout, k_layout), q_BLHD.dtype if merging else None
+        if mask is not None:
+            mask = once(("mask", U, *layouts, merged_as), mask, partial(_place, mask, mesh, rows, *layouts, merged_as))
+        else:
+            mask = once(("causal", U, *layouts, merged_as), q_layout, partial(_causal, device, rows, *layouts, merged_as))
 
-    q_owned, k_owned = (layout.owned_positions(rank, device) for layout in (q_layout, k_layout))
+    q_owned, k_owned = q_layout.owned_positions(rank, device), k_layout.owned_positions(rank, device)
     if q_owned is not None:
         q_BLHD = q_BLHD.index_select(1, q_owned)
     if k_owned is not None:
         k_BLKD, v_BLKD = (t.index_select(1, k_owned) for t in (k_BLKD, v_BLKD))
-    if (times := repeats(H, k_BLKD.shape[2], U)) > 1:
+    if (times := K // k_BLKD.shape[2]) > 1:
         k_BLKD, v_BLKD = (t.repeat_interleave(times, 2) for t in (k_BLKD, v_BLKD))
-    K, spans = k_BLKD.shape[2], chunk_spans(k_layout, U)
     kernels = attend or sdpa(scale, by_kernel), partial(attend_with_lse, scale=scale, kernel=kernel) if merging else None
 
     def over_chunks(qkv: list[Tensor], units: tuple[int, int]) -> Tensor:
@@ -132,18 +133,52 @@ def context_parallel_attention(
         own = mask
         if mask is not None and mask.ndim > 2 and mask.shape[-3] == H > 1:
             own = mask[..., units[0] * (H // K) : units[1] * (H // K), :, :]
-        return _over_chunks(axes.ring, qkv, own, spans, *kernels, config)
+        return _over_chunks(ring, qkv, own, spans, *kernels, config)
 
     if U == 1:
         out_BLHD = over_chunks([t.transpose(1, 2) for t in (q_BLHD, k_BLKD, v_BLKD)], (0, K)).transpose(1, 2)
     else:
-        shares = mesh.head_shares(U)
-        # Beside a ring one: two groups of ranks might wait for each other (`RankGroup.may_overlap`), and the ring overlaps anyway.
-        rounds = min(config.ulysses_rounds, max(split_sizes(K, U, shares))) if axes.ring.size == 1 else 1
-        exchanges = [HeadExchange(axes.ulysses, K, shares, index, rounds) for index in range(rounds)]
-        lengths = q_layout.owned_lengths[members], k_layout.owned_lengths[members]
         out_BLHD = in_rounds(exchanges, q_BLHD, k_BLKD, v_BLKD, lengths, H // K, over_chunks, config.exchange == EIGHT_BIT)
     return _held(out_BLHD, mesh, q_layout, q_owned)
+
+
+class _Plan(NamedTuple):
+    """What an attention of some shapes does on this rank, whatever the tensors."""
+
+    ring: RankGroup
+    ulysses: int
+    heads: int
+    kv_heads: int  # repeated, so that every rank gets one if there are enough query heads
+    rows: slice  # those of this rank's chunk, in gathered order
+    spans: tuple[slice, ...]  # keys of every chunk
+    lengths: tuple[tuple[int, ...], tuple[int, ...]]  # queries and keys of every rank of this rank's chunk
+    exchanges: tuple[HeadExchange, ...]  # one for every round
+    made_for: object  # kept, as it is known by its id
+
+
+def _planned(
+    q: Tensor, k: Tensor, v: Tensor, mesh: SequenceMesh, config: ContextParallelConfig, q_layout: JointLayout, k_layout: JointLayout
+) -> _Plan:
+    """Return the plan of an attention. All blocks of a model share it, as making it takes the host longer than an exchange."""
+    key = id(config), id(q_layout), id(k_layout), q.shape, k.shape, v.shape
+    if (known := mesh.plans.get(key)) is not None:
+        return known
+    _check(q, k, v, mesh, config, q_layout, k_layout)
+    ring, ulysses = mesh.axes(*config.mesh_shape)
+    U, H = ulysses.size, q.shape[2]
+    K, shares, chunk = k.shape[2] * repeats(H, k.shape[2], U), mesh.head_shares(U), mesh.rank // U
+    members = slice(chunk * U, (chunk + 1) * U)
+    # Beside a ring one: two groups of ranks might wait for each other (`RankGroup.may_overlap`), and the ring overlaps anyway.
+    rounds = min(config.ulysses_rounds, max(split_sizes(K, U, shares))) if ring.size == 1 else 1
+    if len(mesh.plans) == PLANS:
+        mesh.plans.clear()
+    mesh.plans[key] = _Plan(
+        ring, U, H, K, chunk_spans(q_layout, U)[chunk], chunk_spans(k_layout, U),
+        (q_layout.owned_lengths[members], k_layout.owned_lengths[members]),
+        tuple(HeadExchange(ulysses, K, shares, index, rounds) for index in range(rounds)),
+        (config, q_layout, k_layout),
+    )  # fmt: skip
+    return mesh.plans[key]
 
 
 def _over_chunks(
@@ -163,11 +198,11 @@ def _over_chunks(
     qkv.clear()
     if not q_BHCD.shape[0] or not q_BHCD.shape[1]:  # no batch; no heads left for this rank
         return q_BHCD
-    lengths = [span.stop - span.start for span in spans]
-    coded = ring.size > 1 and config.exchange == EIGHT_BIT
+    lengths, coded = [span.stop - span.start for span in spans], config.exchange == EIGHT_BIT
     if with_lse is None:
-        keys = [eight_bits.encode(t) if coded else t for t in (k_BKCD, v_BKCD)]
-        k_BKCD, v_BKCD = (eight_bits.decode(t, q_BHCD.dtype) if coded else t for t in ring.all_gather(keys, lengths, 2))
+        if ring.size > 1:
+            keys = [eight_bits.encode(t) if coded else t for t in (k_BKCD, v_BKCD)]
+            k_BKCD, v_BKCD = (eight_bits.decode(t, q_BHCD.dtype) if coded else t for t in ring.all_gather(keys, lengths, 2))
         return plain(q_BHCD, k_BKCD, v_BKCD, mask) if q_BHCD.shape[2] else q_BHCD
 
     def attend(q: Tensor, k: Tensor, v: Tensor, index: int) -> tuple[Tensor, Tensor]:
@@ -200,8 +235,6 @@ def _check(
 ) -> None:
     if q.ndim != 4 or q.shape[2] % k.shape[2] or v.shape != k.shape or k.shape[::3] != q.shape[::3]:
         raise PlanError(f"attention shapes do not match: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        raise PlanError("context-parallel attention has no backward: run the model under torch.inference_mode() or torch.no_grad()")
     for what, tensor, layout in (("queries", q, q_layout), ("keys", k, k_layout)):
         if layout.local_lengths[mesh.rank] != tensor.shape[1]:
             raise PlanError(
@@ -232,7 +265,7 @@ def in_rounds(
     q_BLHD: Tensor,
     k_BLKD: Tensor,
     v_BLKD: Tensor,
-    lengths: tuple[tuple[int, ...], tuple[int, ...]],
+    lengths: Sequence[tuple[int, ...]],
     heads_per_unit: int,
     attend: Callable[[list[Tensor], tuple[int, int]], Tensor],
     coded: bool,
@@ -257,7 +290,7 @@ def in_rounds(
         if coded:
             out_dtype, out_BHCD = out_BHCD.dtype, eight_bits.encode(out_BHCD)
         leaving.append(exchange.to_tokens(out_BHCD, lengths[0], heads_per_unit))
-    out_BLHD = out_BHCD.new_empty((L, B, H, D)).transpose(0, 1)
+    out_BLHD = out_BHCD.new_empty_strided((B, L, H, D), (H * D, B * H * D, D, 1))
     for put in leaving:
         put(out_BLHD)
     return eight_bits.decode(out_BLHD, out_dtype) if coded else out_BLHD
