@@ -11,6 +11,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from cp_runtime.engine import collectives
+
 Entry = tuple[str, list[int], str, dict[int, int], dict[int, int]]
 """Name of the group and its ranks, operation, bytes to and bytes from every rank of it."""
 
@@ -28,7 +30,7 @@ def record() -> list[Entry]:
         each = [nbytes] * dist.get_world_size(group)
         note(group, operation, each, each)
 
-    def all_to_all(received: Any, send: Any, arriving: Any, sent: Any, group: Any = None, **_: Any) -> None:
+    def all_to_all(received: Any, send: Any, arriving: Any, sent: Any, group: Any) -> None:
         note(group, "all_to_all", [size * send.itemsize for size in sent], [size * received.itemsize for size in arriving])
 
     def messages(operations: list[Any]) -> None:
@@ -40,7 +42,7 @@ def record() -> list[Entry]:
         note(group, "messages", *([moved(kind, rank) for rank in _ranks(group)] for kind in (dist.isend, dist.irecv)))
 
     notes: dict[str, Callable[..., None]] = {
-        "all_to_all_single": all_to_all,
+        "start_all_to_all": all_to_all,
         "batch_isend_irecv": messages,
         "all_gather_into_tensor": lambda whole, part, group=None, **_: same(group, "all_gather", part.nbytes),
         "all_reduce": lambda value, op=None, group=None, **_: same(group, "all_reduce", value.nbytes),
@@ -49,8 +51,8 @@ def record() -> list[Entry]:
         "new_subgroups_by_enumeration": lambda lists, **_: same(None, f"groups of {lists}", 0),
     }
 
-    def logged(name: str) -> Any:
-        run = getattr(dist, name)
+    def logged(owner: Any, name: str) -> Any:
+        run = getattr(owner, name)
 
         def noted_and_run(*args: Any, **kwargs: Any) -> Any:
             notes[name](*args, **kwargs)
@@ -59,7 +61,8 @@ def record() -> list[Entry]:
         return noted_and_run
 
     for name in notes:
-        setattr(dist, name, logged(name))
+        owner = dist if hasattr(dist, name) else collectives
+        setattr(owner, name, logged(owner, name))
     return log
 
 
