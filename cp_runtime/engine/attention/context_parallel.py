@@ -49,7 +49,7 @@ Memo = Callable[[object, Any, Callable[[], Any]], Any]
 
 # Above this many bytes q, k and v are sent one after the other, so that packing one overlaps with sending another.
 PACKED_LIMIT = 256 << 20
-PLANS = 256  # that are kept
+PLANS = 32  # that are kept
 
 
 def sdpa(scale: float | None = None, causal: bool = False) -> Attend:
@@ -170,7 +170,7 @@ def _planned(
     members = slice(chunk * U, (chunk + 1) * U)
     # Beside a ring one: two groups of ranks might wait for each other (`RankGroup.may_overlap`), and the ring overlaps anyway.
     rounds = min(config.ulysses_rounds, max(split_sizes(K, U, shares))) if ring.size == 1 else 1
-    if len(mesh.plans) == PLANS:
+    if len(mesh.plans) >= PLANS:
         mesh.plans.clear()
     mesh.plans[key] = _Plan(
         ring, U, H, K, chunk_spans(q_layout, U)[chunk], chunk_spans(k_layout, U),

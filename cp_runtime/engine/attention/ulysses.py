@@ -14,9 +14,9 @@ some ranks get none: they take part in the collectives and skip the attention.
 | received, from all ranks into one buffer | `[C, B, units_r * sum of widths, D]` |
 | out: a view of it for each tensor | `[B, units_r * width, C, D]` |
 
-For any number of ranks the host launches one collective and one copy each way, or two copies where ranks get different numbers of
-units: a denoise step on a fast GPU is so short that the time of each launch would show. So would that of the arithmetic: all sizes
-and places that follow from shapes are computed once (`form`).
+For any number of ranks the host launches one collective and one copy per tensor, or two where ranks get different numbers of units:
+a denoise step on a fast GPU is so short that the time of each launch would show. So would that of Python: a copy is one call of
+torch from a view to a view, and all sizes and places, which follow from shapes, are computed once (`form`).
 
 On slow links the heads go in several *rounds*: a part of every rank's units at a time, so that one round travels while the one
 before attends. The same numbers are computed, whatever the number of rounds.
@@ -33,9 +33,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...errors import PlanError
 from ..collectives import RankGroup
 from ..sharding import Shares, split_ranges, split_sizes
-
 
 View = tuple[tuple[int, ...], tuple[int, ...], int]
 """Sizes, strides and offset, as `Tensor.as_strided` takes them."""
@@ -83,6 +83,7 @@ def deal(units: int, ranks: int, shares: Shares, index: int, rounds: int) -> Dea
 class Form(NamedTuple):
     """How tensors of some shapes lie in the buffers of an exchange. All blocks of a model share it: it is numbers alone."""
 
+    widths: tuple[int, ...]  # heads per unit of every tensor
     elements: tuple[int, int]  # of this rank's tokens with all heads, and of all tokens with this rank's heads
     by_rank: tuple[int, ...]  # bytes of the former for every rank that has the heads
     by_token: tuple[int, ...]  # bytes of the latter for every rank that has the tokens
@@ -94,14 +95,17 @@ class Form(NamedTuple):
 def form(
     dealt: tuple[int, int, Shares, int, int],
     rank: int,
-    widths: tuple[int, ...],
+    heads: tuple[int, ...],
     lengths: tuple[int, ...],
     B: int,
     D: int,
     itemsize: int,
 ) -> Form:
-    """Return the form of tensors of `widths` heads per unit. `dealt`: what `deal` takes; `lengths`: tokens of every rank."""
+    """Return the form of tensors with these heads. `dealt`: what `deal` takes; `lengths`: tokens of every rank."""
     runs, sizes, _ = deal(*dealt)
+    widths = tuple(count // dealt[0] for count in heads)
+    if any(count % dealt[0] for count in heads):
+        raise PlanError(f"tensors of {' and '.join(map(str, heads))} heads cannot be dealt out in {dealt[0]} units")
     L, C, width, own = lengths[rank], sum(lengths), sum(widths), sizes[rank]
     blocks, start = list[tuple[Run, View]](), 0
     for run in runs:
@@ -109,14 +113,15 @@ def form(
         strides = tuple(math.prod(shape[place + 1 :]) for place in range(5))
         blocks.append((run, (shape, strides, start)))
         start += math.prod(shape)
-    heads, strides, unit = [own * each for each in widths], (own * width * D, D, B * own * width * D, 1), B * width * D
+    counts, strides, unit = [own * each for each in widths], (own * width * D, D, B * own * width * D, 1), B * width * D
     return Form(
+        widths,
         elements=(start, C * unit * own),
         by_rank=tuple(L * unit * units * itemsize for units in sizes),
         by_token=tuple(length * unit * own * itemsize for length in lengths),
         blocks=tuple(blocks),
         tensors=tuple(
-            ((B, count, C, D), strides, first * D) for count, first in zip(heads, accumulate(heads, initial=0), strict=False)
+            ((B, count, C, D), strides, first * D) for count, first in zip(counts, accumulate(counts, initial=0), strict=False)
         ),
     )
 
@@ -148,14 +153,14 @@ class HeadExchange:
         Returns:
             A function that waits, and returns each tensor as `[B, own heads, C, D]`.
         """
-        first, units = tensors[0], self._dealt[0]
+        first, heads = tensors[0], tuple([tensor.shape[2] for tensor in tensors])
         B, _, _, D = first.shape
-        widths = tuple([tensor.shape[2] // units for tensor in tensors])
-        elements, by_rank, by_token, blocks, views = form(
-            self._dealt, self._group.rank, widths, lengths, B, D, first.element_size()
+        widths, elements, by_rank, by_token, blocks, views = form(
+            self._dealt, self._group.rank, heads, lengths, B, D, first.element_size()
         )
         send, whole = first.new_empty(elements[0]), first.new_empty(elements[1])
         for run, block in blocks:
+            # A GPU copies one tensor after the other: in four dimensions it would be one kernel, which divides for each element.
             torch.cat([*map(_by_rank, tensors, widths, repeat(run))], 3, out=send.as_strided(*block))
         pending = self._group.all_to_all(send.view(torch.uint8), by_rank, whole.view(torch.uint8), by_token)
 
@@ -172,8 +177,9 @@ class HeadExchange:
             A function that waits, and puts the heads of this round into their places of a tensor `[B, L, all heads, D]`.
         """
         B, _, _, D = out_BHCD.shape
-        elements, by_rank, by_token, blocks, _ = form(
-            self._dealt, self._group.rank, (heads_per_unit,), lengths, B, D, out_BHCD.element_size()
+        heads = (heads_per_unit * self._dealt[0],)
+        _, elements, by_rank, by_token, blocks, _ = form(
+            self._dealt, self._group.rank, heads, lengths, B, D, out_BHCD.element_size()
         )
         send, received = out_BHCD.permute(2, 0, 1, 3).reshape(-1), out_BHCD.new_empty(elements[0])
         pending = self._group.all_to_all(send.view(torch.uint8), by_token, received.view(torch.uint8), by_rank)
@@ -189,7 +195,7 @@ class HeadExchange:
 def _by_rank(tensor: Tensor, width: int, run: Run) -> Tensor:
     """Return a view `[ranks, L, B, heads of each in this round, D]` of `[B, L, N, D]`."""
     first, ranks, each, start, units = run
-    b, l, n, d = tensor.stride()
+    item, token, head, element = tensor.stride()
     B, L, _, D = tensor.shape
-    place = tensor.storage_offset() + (first + start) * width * n
-    return tensor.as_strided((ranks, L, B, units * width, D), (each * width * n, l, b, n, d), place)
+    place = tensor.storage_offset() + (first + start) * width * head
+    return tensor.as_strided((ranks, L, B, units * width, D), (each * width * head, token, item, head, element), place)
