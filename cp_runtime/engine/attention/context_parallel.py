@@ -161,8 +161,9 @@ def _planned(
 ) -> _Plan:
     """Return the plan of an attention. All blocks of a model share it, as making it takes the host longer than an exchange."""
     key = id(config), id(q_layout), id(k_layout), q.shape, k.shape, v.shape
-    if (known := mesh.plans.get(key)) is not None:
-        return known
+    plan: _Plan | None = mesh.plans.get(key)
+    if plan is not None:
+        return plan
     _check(q, k, v, mesh, config, q_layout, k_layout)
     ring, ulysses = mesh.axes(*config.mesh_shape)
     U, H = ulysses.size, q.shape[2]
@@ -172,13 +173,13 @@ def _planned(
     rounds = min(config.ulysses_rounds, max(split_sizes(K, U, shares))) if ring.size == 1 else 1
     if len(mesh.plans) >= PLANS:
         mesh.plans.clear()
-    mesh.plans[key] = _Plan(
+    plan = mesh.plans[key] = _Plan(
         ring, U, H, K, chunk_spans(q_layout, U)[chunk], chunk_spans(k_layout, U),
         (q_layout.owned_lengths[members], k_layout.owned_lengths[members]),
         tuple(HeadExchange(ulysses, K, shares, index, rounds) for index in range(rounds)),
         (config, q_layout, k_layout),
     )  # fmt: skip
-    return mesh.plans[key]
+    return plan
 
 
 def _over_chunks(
@@ -265,7 +266,7 @@ def in_rounds(
     q_BLHD: Tensor,
     k_BLKD: Tensor,
     v_BLKD: Tensor,
-    lengths: Sequence[tuple[int, ...]],
+    lengths: tuple[tuple[int, ...], tuple[int, ...]],
     heads_per_unit: int,
     attend: Callable[[list[Tensor], tuple[int, int]], Tensor],
     coded: bool,
