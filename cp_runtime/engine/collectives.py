@@ -44,7 +44,7 @@ class CommStats:
         self.bytes: Counter[str] = Counter()
         self.pending = 0
         self._seconds = 0.0
-        self._events: list[tuple[torch.device, Any, Any]] = []
+        self._events: list[tuple[Any, Any, torch.device]] = []
 
     @property
     def collectives(self) -> int:
@@ -60,7 +60,7 @@ class CommStats:
     def seconds(self) -> float:
         """Seconds spent waiting for collectives. Reading it waits for the last one."""
         if self._events:
-            self._events[-1][2].synchronize()
+            self._events[-1][1].synchronize()
         self._add_up(len(self._events))
         return self._seconds
 
@@ -84,16 +84,16 @@ class CommStats:
             for work in works:
                 work.wait()
             end.record()
-            self._events.append((device, start, end))
+            self._events.append((start, end, device))
             if len(self._events) > KEPT_EVENTS:
-                self._events[KEPT_EVENTS // 2][2].synchronize()
+                self._events[KEPT_EVENTS // 2][1].synchronize()
                 self._add_up(KEPT_EVENTS // 2)
         self.pending -= 1  # not after an error: it is still under way
 
     def _add_up(self, count: int) -> None:
-        self._seconds += sum(float(start.elapsed_time(end)) for _, start, end in self._events[:count]) / 1e3
-        for device, *pair in self._events[:count]:
-            self._spare[device].append(pair)
+        for start, end, device in self._events[:count]:
+            self._seconds += float(start.elapsed_time(end)) / 1e3
+            self._spare[device].append((start, end))
         del self._events[:count]
 
 
