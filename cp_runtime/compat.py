@@ -6,12 +6,12 @@ import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import AllToAllOptions
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
@@ -48,31 +48,32 @@ def versions(values: Iterable[Tensor]) -> tuple[int, ...] | None:
     return tuple(counts)
 
 
-_ASYNC = AllToAllOptions()
-if hasattr(_ASYNC, "asyncOp"):  # before torch 2.7 every one is
-    _ASYNC.asyncOp = True
-
-
-def all_to_all(group: dist.ProcessGroup, received: Tensor, sent: Tensor, arriving: Sequence[int], leaving: Sequence[int]) -> Any:
-    """Start torch.distributed's `all_to_all_single` of flat tensors, without its checks: they take more time than the backend.
-    `arriving`, `leaving`: elements from and for every rank."""
-    return group.alltoall_base(received, sent, list(arriving), list(leaving), _ASYNC)
-
-
 def fused_attention_functions() -> frozenset[Callable[..., Any]]:
     """Return torch's functions that run a whole attention layer: what they call inside cannot be reached."""
     names = ("_native_multi_head_attention", "_transformer_encoder_layer_fwd")
     return frozenset({F.multi_head_attention_forward, *(getattr(torch, name) for name in names if hasattr(torch, name))})
 
 
-def profiler_is_on() -> bool:
-    """Return whether one of torch's profilers runs in this thread."""
-    return bool(torch.autograd._profiler_enabled())
+profiler_is_on: Callable[[], bool] = torch.autograd._profiler_enabled
+"""Whether one of torch's profilers runs in this thread."""
 
 
 def load_op(name: str) -> Callable[..., Any] | None:
     """Return an ATen operator, or None if this torch lacks it."""
     return getattr(torch.ops.aten, name, None)
+
+
+def start_all_to_all(received: Tensor, send: Tensor, arriving: Sequence[int], sent: Sequence[int], group: Any) -> Any:
+    """Do what `dist.all_to_all_single` does with `async_op`, without its checks, which take longer than the rest on the host."""
+    return group.alltoall_base(received, send, arriving, sent, _asynchronous())
+
+
+@cache
+def _asynchronous() -> Any:
+    options: Any = dist.AllToAllOptions()
+    if hasattr(options, "asyncOp"):  # since torch 2.8
+        options.asyncOp = True
+    return options
 
 
 def as_parameter(tensor: Tensor, requires_grad: bool) -> nn.Parameter:

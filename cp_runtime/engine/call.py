@@ -13,7 +13,7 @@ from ..errors import PlanError, UnknownStreamError
 from .attention.context_parallel import Attend, context_parallel_attention
 from .attention.ulysses import HeadExchange
 from .config import ContextParallelConfig
-from .cost import AttentionShape
+from .cost import AttentionShape, attention_shape
 from .mesh import SequenceMesh
 from .plan import ModulePlan, ShardingPlan
 from .profiling import trace_range
@@ -169,7 +169,7 @@ class RunningCall:
             q_layout, k_layout = map(self.state.layout, streams)
             mask = self.state.padding.get(streams[1], mask)
             B, _, H, D = q_BLHD.shape
-            shape = AttentionShape(B, q_layout.total, k_layout.total, H, k_BLKD.shape[2], D, q_BLHD.element_size())
+            shape = attention_shape(B, q_layout.total, k_layout.total, H, k_BLKD.shape[2], D, q_BLHD.element_size())
             seeing = None
             if own_masks and mask is not None and mask.dtype == torch.bool and self.mesh.size > 1:
                 mask, seeing = self._own_parts(mask, q_layout, k_layout)

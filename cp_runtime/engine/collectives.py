@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..compat import all_to_all
+from ..compat import start_all_to_all
 from .profiling import trace_range
 
-SENT_AS_THEY_ARE = frozenset({torch.float32, torch.bfloat16, torch.float16})  # by every device's library; others travel as bytes
 KEPT_EVENTS = 1024  # pairs of device events; beyond that they are added up early
 
 
@@ -37,6 +36,7 @@ class CommStats:
     """
 
     def __init__(self) -> None:
+        self._spare: defaultdict[torch.device, list[Any]] = defaultdict(list)  # pairs of events, which take longer to make
         self.reset()
 
     def reset(self) -> None:
@@ -44,8 +44,7 @@ class CommStats:
         self.bytes: Counter[str] = Counter()
         self.pending = 0
         self._seconds = 0.0
-        self._events: list[tuple[Any, Any]] = []
-        self._spare: list[tuple[Any, Any]] = []  # to make one costs the host more than to record it
+        self._events: list[tuple[Any, Any, torch.device]] = []
 
     @property
     def collectives(self) -> int:
@@ -72,38 +71,36 @@ class CommStats:
         self.pending += 1
 
     def wait(self, works: Sequence[Any], device: torch.device, on_host: bool) -> None:
-        """Wait for the works of one collective, and add up the time."""
-        if on_host or device.type == "cpu":
+        """Wait for the works of one collective, and add up the time. `on_host`: that of the host."""
+        if on_host:
             began = time.perf_counter()
             for work in works:
                 work.wait()
             self._seconds += time.perf_counter() - began
         else:
-            start, end = self._spare.pop() if self._spare else _new_events(device)
+            spare = self._spare[device]
+            start, end = spare.pop() if spare else [torch.get_device_module(device).Event(enable_timing=True) for _ in range(2)]
             start.record()
             for work in works:
                 work.wait()
             end.record()
-            self._events.append((start, end))
+            self._events.append((start, end, device))
             if len(self._events) > KEPT_EVENTS:
                 self._events[KEPT_EVENTS // 2][1].synchronize()
                 self._add_up(KEPT_EVENTS // 2)
         self.pending -= 1  # not after an error: it is still under way
 
     def _add_up(self, count: int) -> None:
-        self._seconds += sum(float(start.elapsed_time(end)) for start, end in self._events[:count]) / 1e3
-        self._spare += self._events[:count]
+        for start, end, device in self._events[:count]:
+            self._seconds += float(start.elapsed_time(end)) / 1e3
+            self._spare[device].append((start, end))
         del self._events[:count]
-
-
-def _new_events(device: torch.device) -> tuple[Any, Any]:
-    made = torch.get_device_module(device).Event
-    return made(enable_timing=True), made(enable_timing=True)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """Return a flat view of a contiguous tensor's bytes."""
-    return (tensor if tensor.ndim == 1 else tensor.view(-1)).view(torch.uint8)
+    flat = tensor if tensor.ndim == 1 else tensor.view(-1)
+    return flat if flat.dtype == torch.uint8 else flat.view(torch.uint8)
 
 
 class Pending:
@@ -113,12 +110,13 @@ class Pending:
         self, group: RankGroup, kind: str, works: Sequence[Any], sent: int, like: Tensor, staged: Sequence[tuple[Tensor, Tensor]]
     ) -> None:
         self._group, self._kind, self._works, self._device, self._staged = group, kind, works, like.device, staged
+        self._on_host = group.via_host or like.is_cpu
         group.stats.started(kind, sent)
 
     def wait(self) -> None:
         """Wait until everything was sent and received."""
         with trace_range("cp.wait", self._kind):
-            self._group.stats.wait(self._works, self._device, self._group.via_host)
+            self._group.stats.wait(self._works, self._device, self._on_host)
             self._works = ()  # they keep alive what was sent
             for target, host in self._staged:
                 target.copy_(host)
@@ -128,7 +126,7 @@ class RankGroup:
     """Ranks that share something along one axis of the mesh.
 
     Every collective moves exact sizes that all ranks derive on their own: none carries a size, and uneven ones need no padding.
-    On NCCL each is one kernel. What not every backend supports travels as bytes.
+    On NCCL each is one kernel. Data travels as bytes, because not every backend supports every dtype.
 
     Args:
         group: process group, or None for a single process.
@@ -174,18 +172,15 @@ class RankGroup:
             kind: name in statistics and traces.
         """
         staged: list[tuple[Tensor, Tensor]] = []
+        if (size := send.element_size()) > 1:
+            sent, arriving = [count * size for count in sent], [count * size for count in arriving]
         with trace_range("cp." + kind):
-            if self.group is None or self.via_host:
-                size, target, source = send.element_size(), self._landing(received, staged), self._leaving(send)
-                parts = (as_bytes(each).split([size * n for n in counts]) for each, counts in ((target, arriving), (source, sent)))
-                works = self._by_pairs(*parts)
-            elif send.dtype in SENT_AS_THEY_ARE:
-                works = [all_to_all(self.group, received.view(-1), send.view(-1), arriving, sent)]
+            if self.via_host:
+                target, source = as_bytes(self._landing(received, staged)), as_bytes(self._leaving(send))
+                works = self._by_pairs(target.split(arriving), source.split(sent))
             else:
-                size = send.element_size()
-                sizes = [size * n for n in arriving], [size * n for n in sent]
-                works = [all_to_all(self.group, as_bytes(received), as_bytes(send), *sizes)]
-        return Pending(self, kind, works, send.nbytes - send.element_size() * sent[self.rank], send, staged)
+                works = [start_all_to_all(as_bytes(received), as_bytes(send), arriving, sent, self.group)]
+        return Pending(self, kind, works, send.nbytes - sent[self.rank], send, staged)
 
     def exchange(self, send: Tensor, received: Tensor) -> Pending:
         """Send a tensor to the next rank, and receive one from the previous rank into `received`."""

@@ -69,6 +69,10 @@ class AttentionShape:
     itemsize: int
 
 
+# A frozen dataclass takes longer to make than to look up, and the blocks of a model attend alike.
+attention_shape = lru_cache(maxsize=1024)(AttentionShape)
+
+
 @dataclass(frozen=True)
 class CallWork:
     """The work of a call, independent of who computes it."""

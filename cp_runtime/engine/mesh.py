@@ -98,6 +98,9 @@ class SequenceMesh:
         stats: where collectives are counted.
         peers: global ranks of all meshes that create their groups together with this one, itself included; None = only this one.
         shares: share of each rank; empty = equal shares.
+
+    Attributes:
+        plans: what attentions among these ranks keep for the next ones of their shapes.
     """
 
     def __init__(
@@ -114,7 +117,7 @@ class SequenceMesh:
         self._groups, self._world = groups or groups_of_world(group), dist.group.WORLD
         self._peers = peers or [[self.whole.global_rank(rank) for rank in range(self.size)]]
         self._axes: dict[tuple[int, int], SequenceAxes] = {}
-        self.routes: dict[object, Any] = {}  # that attention took, see `attention.context_parallel.Route`
+        self.plans: dict[object, Any] = {}
 
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh, shares: Shares = ()) -> SequenceMesh:

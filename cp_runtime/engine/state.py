@@ -85,7 +85,7 @@ class CallState:
 
     def knows(self, streams: tuple[str, ...]) -> bool:
         """Return whether the lengths of all given streams are known."""
-        return all(name in self.lengths for name in streams)
+        return streams in self._layouts or all(name in self.lengths for name in streams)
 
     def define(self, stream: str, length: int, split: Split = CONTIGUOUS) -> None:
         """Define a stream's length and how it is split. The first definition counts."""

@@ -78,11 +78,8 @@ def child_environment(device_type: str, world_size: int) -> dict[str, str]:
     if device_type == "cuda":
         env.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # so that a ring's transfers get processors of the device beside attention
         env.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")  # weights travel beside tokens, on a group of their own
-    cores = os.cpu_count() or 1
-    # Beside a device few threads help the host, and those of all ranks together would take more cores than there are.
-    threads = cores // world_size if device_type == "cpu" else min(4, cores // (world_size + 1))
-    env.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
     if device_type == "cpu":
+        env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size)))
         # glibc hands freed activations back to the kernel and faults them in again, in every block. Large ones it still may.
         env.setdefault("MALLOC_MMAP_THRESHOLD_", str(32 << 20))
         env.setdefault("MALLOC_TRIM_THRESHOLD_", str(256 << 20))

@@ -59,6 +59,7 @@ from .messages import (
     pack,
 )  # fmt: skip
 from .peers import probe
+from .processors import stay_near
 from .protocol import TensorPacker, flatten
 from .tensor_cache import TensorCache
 
@@ -111,6 +112,8 @@ class Worker:
     def _import(self, *_: Any) -> None:
         if self.device.type != "cpu":
             torch.get_device_module(self.device).set_device(self.device)
+            machines = self.spec["machines"] or [""] * self.world_size
+            stay_near(self.device, machines.count(machines[self.rank]))
         if self.spec["service"]:  # after the device is set: ComfyUI looks at it when it is imported
             module = importlib.import_module(f"{__package__.partition('.')[0]}.{self.spec['service']}")
             self._handlers |= module.make_service(self, self.spec["arguments"])

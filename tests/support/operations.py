@@ -11,14 +11,14 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from cp_runtime.engine import collectives
+
 Entry = tuple[str, list[int], str, dict[int, int], dict[int, int]]
 """Name of the group and its ranks, operation, bytes to and bytes from every rank of it."""
 
 
 def record() -> list[Entry]:
     """Log the operations of this process from now on, in the list that is returned."""
-    from cp_runtime.engine import collectives  # which the caller has loaded
-
     log: list[Entry] = []
 
     def note(group: Any, operation: str, sent: Sequence[int], arriving: Sequence[int]) -> None:
@@ -30,7 +30,7 @@ def record() -> list[Entry]:
         each = [nbytes] * dist.get_world_size(group)
         note(group, operation, each, each)
 
-    def all_to_all(group: Any, received: Any, send: Any, arriving: Any, sent: Any) -> None:
+    def all_to_all(received: Any, send: Any, arriving: Any, sent: Any, group: Any) -> None:
         note(group, "all_to_all", [size * send.itemsize for size in sent], [size * received.itemsize for size in arriving])
 
     def messages(operations: list[Any]) -> None:
@@ -42,7 +42,7 @@ def record() -> list[Entry]:
         note(group, "messages", *([moved(kind, rank) for rank in _ranks(group)] for kind in (dist.isend, dist.irecv)))
 
     notes: dict[str, Callable[..., None]] = {
-        "all_to_all": all_to_all,
+        "start_all_to_all": all_to_all,
         "batch_isend_irecv": messages,
         "all_gather_into_tensor": lambda whole, part, group=None, **_: same(group, "all_gather", part.nbytes),
         "all_reduce": lambda value, op=None, group=None, **_: same(group, "all_reduce", value.nbytes),
@@ -61,7 +61,7 @@ def record() -> list[Entry]:
         return noted_and_run
 
     for name in notes:
-        owner = collectives if name == "all_to_all" else dist  # where the package calls it
+        owner = dist if hasattr(dist, name) else collectives
         setattr(owner, name, logged(owner, name))
     return log
 

@@ -102,18 +102,6 @@ def test_what_nccl_is_told_unless_the_user_says_otherwise(monkeypatch, name):
     assert child_environment("cuda", 2)[name] == "0"
 
 
-@pytest.mark.parametrize(
-    ("cores", "ranks", "beside_a_device", "of_cpu"), [(16, 2, "4", "8"), (16, 8, "1", "2"), (2, 2, "1", "1"), (64, 8, "4", "8")]
-)
-def test_threads_of_a_rank(cores, ranks, beside_a_device, of_cpu, monkeypatch):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(os, "cpu_count", lambda: cores)
-    threads = tuple(child_environment(kind, ranks)["OMP_NUM_THREADS"] for kind in ("cuda", "cpu"))
-    assert threads == (beside_a_device, of_cpu)
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert child_environment("cuda", ranks)["OMP_NUM_THREADS"] == "3"
-
-
 @pytest.mark.parametrize(("device", "backend", "hosts"), [("cuda:0", "nccl", 2), ("cuda:0", "gloo", 0), ("cpu", "gloo", 0)])
 def test_ranks_on_one_card_are_computers_of_their_own_to_nccl(device, backend, hosts, monkeypatch):
     log = SimpleNamespace(finish=list)

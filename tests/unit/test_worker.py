@@ -93,6 +93,24 @@ def test_a_call_takes_no_less_time_than_its_communication(monkeypatch):
     assert times["communication"] + times["compute"] == pytest.approx(report.seconds)
 
 
+def test_events_of_a_call_serve_the_next_one(monkeypatch):
+    device, made = SlowDevice(), []
+    make = device.Event
+    monkeypatch.setattr(device, "Event", lambda enable_timing: made.append(0) or make(enable_timing))
+    monkeypatch.setattr(torch, "get_device_module", lambda _: device)
+    stats = CommStats()
+    for call in range(1, 4):
+        stats.reset()
+        for _ in range(call % 3 + 1):
+            stats.wait([SlowMessage(device, 0.01)], torch.device("cuda", 0), on_host=False)
+            device.work(0.002)
+        assert stats.seconds == pytest.approx(0.01 * (call % 3 + 1), abs=1e-3)
+        assert stats.seconds == pytest.approx(0.01 * (call % 3 + 1), abs=1e-3)  # each is added up once
+    assert len(made) == 2 * 3  # as many as the call with most of them needs
+    stats.wait([SlowMessage(device, 0.01)], torch.device("cuda", 1), on_host=False)
+    assert len(made) == 2 * 4  # an event belongs to a device
+
+
 def test_a_call_reports_its_own_peak_of_memory(monkeypatch):
     device, worker = SlowDevice(), Worker.__new__(Worker)
     monkeypatch.setattr(torch, "get_device_module", lambda _: device)

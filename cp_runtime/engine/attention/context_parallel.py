@@ -35,7 +35,7 @@ from torch import Tensor
 from ...errors import PlanError
 from ..collectives import RankGroup
 from ..config import EIGHT_BIT, ContextParallelConfig
-from ..mesh import SequenceAxes, SequenceMesh
+from ..mesh import SequenceMesh
 from ..sharding import JointLayout, chunk_spans, split_sizes
 from . import eight_bits
 from .kernels import additive, attend_with_lse
@@ -47,9 +47,9 @@ Attend = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], Tensor]
 Memo = Callable[[object, Any, Callable[[], Any]], Any]
 """`once(key, source, make)` returns `make()` for the object `source`, computed once per call."""
 
-KNOWN_ROUTES = 64  # that a mesh keeps
 # Above this many bytes q, k and v are sent one after the other, so that packing one overlaps with sending another.
 PACKED_LIMIT = 256 << 20
+PLANS = 32  # that are kept
 
 
 def sdpa(scale: float | None = None, causal: bool = False) -> Attend:
@@ -108,23 +108,24 @@ def context_parallel_attention(
         raise PlanError("causal attention takes neither a mask nor another function than torch's: neither would be applied to it")
     if torch.is_grad_enabled() and (q_BLHD.requires_grad or k_BLKD.requires_grad or v_BLKD.requires_grad):
         raise PlanError("context-parallel attention has no backward: run the model under torch.inference_mode() or torch.no_grad()")
-    route = _route_of(q_BLHD, k_BLKD, v_BLKD, mesh, config, q_layout, k_layout)
-    U, H, merging = route.axes.ulysses.size, q_BLHD.shape[2], route.merging
-    by_kernel = causal and route.axes.ring.size == 1 and k_layout is q_layout and q_layout.in_order
-    layouts, merged_as = (q_layout, k_layout), q_BLHD.dtype if merging else None
-    if mask is not None:
-        mask = once(("mask", U, *layouts, merged_as), mask, partial(_place, mask, mesh, route.rows, *layouts, merged_as))
-    elif causal and not by_kernel:
-        made = partial(_causal, q_BLHD.device, route.rows, *layouts, merged_as)
-        mask = once(("causal", U, *layouts, merged_as), q_layout, made)
+    ring, U, H, K, rows, spans, lengths, exchanges, _ = _planned(q_BLHD, k_BLKD, v_BLKD, mesh, config, q_layout, k_layout)
+    rank, device = mesh.rank, q_BLHD.device
+    merging = ring.size > 1 and config.rotate_method == "alltoall"
+    by_kernel = causal and ring.size == 1 and k_layout is q_layout and q_layout.in_order
+    if mask is not None or (causal and not by_kernel):
+        layouts, merged_as = (q_layout, k_layout), q_BLHD.dtype if merging else None
+        if mask is not None:
+            mask = once(("mask", U, *layouts, merged_as), mask, partial(_place, mask, mesh, rows, *layouts, merged_as))
+        else:
+            mask = once(("causal", U, *layouts, merged_as), q_layout, partial(_causal, device, rows, *layouts, merged_as))
 
-    if route.q_owned is not None:
-        q_BLHD = q_BLHD.index_select(1, route.q_owned)
-    if route.k_owned is not None:
-        k_BLKD, v_BLKD = (t.index_select(1, route.k_owned) for t in (k_BLKD, v_BLKD))
-    if route.times > 1:
-        k_BLKD, v_BLKD = (t.repeat_interleave(route.times, 2) for t in (k_BLKD, v_BLKD))
-    K = k_BLKD.shape[2]
+    q_owned, k_owned = q_layout.owned_positions(rank, device), k_layout.owned_positions(rank, device)
+    if q_owned is not None:
+        q_BLHD = q_BLHD.index_select(1, q_owned)
+    if k_owned is not None:
+        k_BLKD, v_BLKD = (t.index_select(1, k_owned) for t in (k_BLKD, v_BLKD))
+    if (times := K // k_BLKD.shape[2]) > 1:
+        k_BLKD, v_BLKD = (t.repeat_interleave(times, 2) for t in (k_BLKD, v_BLKD))
     kernels = attend or sdpa(scale, by_kernel), partial(attend_with_lse, scale=scale, kernel=kernel) if merging else None
 
     def over_chunks(qkv: list[Tensor], units: tuple[int, int]) -> Tensor:
@@ -132,68 +133,53 @@ def context_parallel_attention(
         own = mask
         if mask is not None and mask.ndim > 2 and mask.shape[-3] == H > 1:
             own = mask[..., units[0] * (H // K) : units[1] * (H // K), :, :]
-        return _over_chunks(route.axes.ring, qkv, own, route.spans, *kernels, config)
+        return _over_chunks(ring, qkv, own, spans, *kernels, config)
 
     if U == 1:
         out_BLHD = over_chunks([t.transpose(1, 2) for t in (q_BLHD, k_BLKD, v_BLKD)], (0, K)).transpose(1, 2)
     else:
-        coded = config.exchange == EIGHT_BIT
-        out_BLHD = in_rounds(route.exchanges, q_BLHD, k_BLKD, v_BLKD, route.lengths, H // K, over_chunks, coded)
-    return _held(out_BLHD, mesh, q_layout, route.q_owned)
+        out_BLHD = in_rounds(exchanges, q_BLHD, k_BLKD, v_BLKD, lengths, H // K, over_chunks, config.exchange == EIGHT_BIT)
+    return _held(out_BLHD, mesh, q_layout, q_owned)
 
 
-class Route(NamedTuple):
-    """What attention over some layouts needs besides its tensors: the same for all blocks of a call.
+class _Plan(NamedTuple):
+    """What an attention of some shapes does on this rank, whatever the tensors."""
 
-    Args:
-        rows: this rank's chunk of the queries, in gathered order; `spans` are all chunks of the keys.
-        merging: partial results of a ring are merged.
-        q_owned, k_owned: positions of the tokens that this rank contributes; None = all that it holds.
-        times: that key/value heads are repeated.
-        exchanges, lengths: of `in_rounds`.
-    """
-
-    axes: SequenceAxes
-    rows: slice
-    spans: Sequence[slice]
-    merging: bool
-    q_owned: Tensor | None
-    k_owned: Tensor | None
-    times: int
-    exchanges: Sequence[HeadExchange]
-    lengths: tuple[tuple[int, ...], tuple[int, ...]]
+    ring: RankGroup
+    ulysses: int
+    heads: int
+    kv_heads: int  # repeated, so that every rank gets one if there are enough query heads
+    rows: slice  # those of this rank's chunk, in gathered order
+    spans: tuple[slice, ...]  # keys of every chunk
+    lengths: tuple[tuple[int, ...], tuple[int, ...]]  # queries and keys of every rank of this rank's chunk
+    exchanges: tuple[HeadExchange, ...]  # one for every round
+    made_for: object  # kept, as it is known by its id
 
 
-def _route_of(
+def _planned(
     q: Tensor, k: Tensor, v: Tensor, mesh: SequenceMesh, config: ContextParallelConfig, q_layout: JointLayout, k_layout: JointLayout
-) -> Route:
-    """Return the route, as `mesh` knows it from an earlier block. Raises what `_check` raises."""
-    # By identity: to compare layouts takes longer than all the rest. Those that are known are kept, so that no other gets their id.
-    key = id(config), id(q_layout), id(k_layout), q.shape, k.shape, v.shape, q.device
-    known: tuple[Route, object] | None = mesh.routes.get(key)
-    if known is None:
-        _check(q, k, v, mesh, config, q_layout, k_layout)
-        axes, rank, H = mesh.axes(*config.mesh_shape), mesh.rank, q.shape[2]
-        U = axes.ulysses.size
-        members, times = slice(rank // U * U, (rank // U + 1) * U), repeats(H, k.shape[2], U)
-        K, shares = k.shape[2] * times, mesh.head_shares(U)
-        # Beside a ring one: two groups of ranks might wait for each other (`RankGroup.may_overlap`), and the ring overlaps anyway.
-        rounds = min(config.ulysses_rounds, max(split_sizes(K, U, shares))) if axes.ring.size == 1 else 1
-        route = Route(
-            axes=axes,
-            rows=chunk_spans(q_layout, U)[rank // U],
-            spans=chunk_spans(k_layout, U),
-            merging=axes.ring.size > 1 and config.rotate_method == "alltoall",
-            q_owned=q_layout.owned_positions(rank, q.device),
-            k_owned=k_layout.owned_positions(rank, q.device),
-            times=times,
-            exchanges=[HeadExchange(axes.ulysses, K, shares, index, rounds) for index in range(rounds)] if U > 1 else [],
-            lengths=(q_layout.owned_lengths[members], k_layout.owned_lengths[members]),
-        )
-        if len(mesh.routes) >= KNOWN_ROUTES:
-            mesh.routes.clear()
-        known = mesh.routes[key] = (route, (config, q_layout, k_layout))
-    return known[0]
+) -> _Plan:
+    """Return the plan of an attention. All blocks of a model share it, as making it takes the host longer than an exchange."""
+    key = id(config), id(q_layout), id(k_layout), q.shape, k.shape, v.shape
+    plan: _Plan | None = mesh.plans.get(key)
+    if plan is not None:
+        return plan
+    _check(q, k, v, mesh, config, q_layout, k_layout)
+    ring, ulysses = mesh.axes(*config.mesh_shape)
+    U, H = ulysses.size, q.shape[2]
+    K, shares, chunk = k.shape[2] * repeats(H, k.shape[2], U), mesh.head_shares(U), mesh.rank // U
+    members = slice(chunk * U, (chunk + 1) * U)
+    # Beside a ring one: two groups of ranks might wait for each other (`RankGroup.may_overlap`), and the ring overlaps anyway.
+    rounds = min(config.ulysses_rounds, max(split_sizes(K, U, shares))) if ring.size == 1 else 1
+    if len(mesh.plans) >= PLANS:
+        mesh.plans.clear()
+    plan = mesh.plans[key] = _Plan(
+        ring, U, H, K, chunk_spans(q_layout, U)[chunk], chunk_spans(k_layout, U),
+        (q_layout.owned_lengths[members], k_layout.owned_lengths[members]),
+        tuple(HeadExchange(ulysses, K, shares, index, rounds) for index in range(rounds)),
+        (config, q_layout, k_layout),
+    )  # fmt: skip
+    return plan
 
 
 def _over_chunks(
@@ -213,11 +199,11 @@ def _over_chunks(
     qkv.clear()
     if not q_BHCD.shape[0] or not q_BHCD.shape[1]:  # no batch; no heads left for this rank
         return q_BHCD
-    lengths = [span.stop - span.start for span in spans]
-    coded = ring.size > 1 and config.exchange == EIGHT_BIT
+    lengths, coded = [span.stop - span.start for span in spans], config.exchange == EIGHT_BIT
     if with_lse is None:
-        keys = [eight_bits.encode(t) if coded else t for t in (k_BKCD, v_BKCD)]
-        k_BKCD, v_BKCD = (eight_bits.decode(t, q_BHCD.dtype) if coded else t for t in ring.all_gather(keys, lengths, 2))
+        if ring.size > 1:
+            keys = [eight_bits.encode(t) if coded else t for t in (k_BKCD, v_BKCD)]
+            k_BKCD, v_BKCD = (eight_bits.decode(t, q_BHCD.dtype) if coded else t for t in ring.all_gather(keys, lengths, 2))
         return plain(q_BHCD, k_BKCD, v_BKCD, mask) if q_BHCD.shape[2] else q_BHCD
 
     def attend(q: Tensor, k: Tensor, v: Tensor, index: int) -> tuple[Tensor, Tensor]:
@@ -305,7 +291,7 @@ def in_rounds(
         if coded:
             out_dtype, out_BHCD = out_BHCD.dtype, eight_bits.encode(out_BHCD)
         leaving.append(exchange.to_tokens(out_BHCD, lengths[0], heads_per_unit))
-    out_BLHD = out_BHCD.new_empty((L, B, H, D)).transpose(0, 1)
+    out_BLHD = out_BHCD.new_empty_strided((B, L, H, D), (H * D, B * H * D, D, 1))
     for put in leaving:
         put(out_BLHD)
     return eight_bits.decode(out_BLHD, out_dtype) if coded else out_BLHD

@@ -14,8 +14,9 @@ some ranks get none: they take part in the collectives and skip the attention.
 | received, from all ranks into one buffer | `[C, B, units_r * sum of widths, D]` |
 | out: a view of it for each tensor | `[B, units_r * width, C, D]` |
 
-For any number of ranks the host launches one collective and one `cat`, or two where ranks get different numbers of units:
-a denoise step on a fast GPU is so short that the time of each launch would show.
+For any number of ranks the host launches one collective and one copy per tensor, or two where ranks get different numbers of units:
+a denoise step on a fast GPU is so short that the time of each launch would show. So would that of Python: a copy is one call of
+torch from a view to a view, and all sizes and places, which follow from shapes, are computed once (`form`).
 
 On slow links the heads go in several *rounds*: a part of every rank's units at a time, so that one round travels while the one
 before attends. The same numbers are computed, whatever the number of rounds.
@@ -26,16 +27,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import groupby
+from itertools import accumulate, groupby, repeat
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...errors import PlanError
 from ..collectives import RankGroup
 from ..sharding import Shares, split_ranges, split_sizes
 
+View = tuple[tuple[int, ...], tuple[int, ...], int]
+"""Sizes, strides and offset, as `Tensor.as_strided` takes them."""
 
+
+@lru_cache(maxsize=256)
 def repeats(heads: int, kv_heads: int, ranks: int) -> int:
     """Return the least repetition of key/value heads that gives every rank one, as far as there are query heads."""
     per_key = heads // kv_heads
@@ -60,7 +66,7 @@ class Deal(NamedTuple):
     ranges: tuple[tuple[int, int], ...]  # (start, stop) of them
 
 
-@lru_cache(maxsize=256)  # all blocks of a model deal alike, and the host's time shows on a fast device
+@lru_cache(maxsize=256)
 def deal(units: int, ranks: int, shares: Shares, index: int, rounds: int) -> Deal:
     """Deal out head units to ranks, and return those of one round."""
     runs, ranges, first = list[Run](), list[tuple[int, int]](), 0
@@ -74,16 +80,50 @@ def deal(units: int, ranks: int, shares: Shares, index: int, rounds: int) -> Dea
     return Deal(tuple(runs), tuple(stop - start for start, stop in ranges), tuple(ranges))
 
 
-class Way(NamedTuple):
-    """How tensors of some shapes travel: computed once, as all blocks of a model send alike."""
+class Form(NamedTuple):
+    """How tensors of some shapes lie in the buffers of an exchange. All blocks of a model share it: it is numbers alone."""
 
-    widths: tuple[int, ...]  # heads per unit, of every tensor
-    blocks: tuple[
-        tuple[Run, int, tuple[int, ...]], ...
-    ]  # of the buffer with all heads: what it has for a run, from where on, shape
-    elements: int  # of that buffer
-    all_heads: tuple[int, ...]  # elements of it, of every rank
-    own_heads: tuple[int, ...]  # elements of all ranks' tokens with this rank's heads, of every rank
+    widths: tuple[int, ...]  # heads per unit of every tensor
+    elements: tuple[int, int]  # of this rank's tokens with all heads, and of all tokens with this rank's heads
+    by_rank: tuple[int, ...]  # bytes of the former for every rank that has the heads
+    by_token: tuple[int, ...]  # bytes of the latter for every rank that has the tokens
+    blocks: tuple[tuple[Run, View], ...]  # of the former, see `_by_rank`
+    tensors: tuple[View, ...]  # of the latter, `[B, own heads, C, D]` each
+
+
+@lru_cache(maxsize=256)
+def form(
+    dealt: tuple[int, int, Shares, int, int],
+    rank: int,
+    heads: tuple[int, ...],
+    lengths: tuple[int, ...],
+    B: int,
+    D: int,
+    itemsize: int,
+) -> Form:
+    """Return the form of tensors with these heads. `dealt`: what `deal` takes; `lengths`: tokens of every rank."""
+    runs, sizes, _ = deal(*dealt)
+    widths = tuple(count // dealt[0] for count in heads)
+    if any(count % dealt[0] for count in heads):
+        raise PlanError(f"tensors of {' and '.join(map(str, heads))} heads cannot be dealt out in {dealt[0]} units")
+    L, C, width, own = lengths[rank], sum(lengths), sum(widths), sizes[rank]
+    blocks, start = list[tuple[Run, View]](), 0
+    for run in runs:
+        shape = run.ranks, L, B, run.units * width, D
+        strides = tuple(math.prod(shape[place + 1 :]) for place in range(5))
+        blocks.append((run, (shape, strides, start)))
+        start += math.prod(shape)
+    counts, strides, unit = [own * each for each in widths], (own * width * D, D, B * own * width * D, 1), B * width * D
+    return Form(
+        widths,
+        elements=(start, C * unit * own),
+        by_rank=tuple(L * unit * units * itemsize for units in sizes),
+        by_token=tuple(length * unit * own * itemsize for length in lengths),
+        blocks=tuple(blocks),
+        tensors=tuple(
+            ((B, count, C, D), strides, first * D) for count, first in zip(counts, accumulate(counts, initial=0), strict=False)
+        ),
+    )
 
 
 class HeadExchange:
@@ -100,12 +140,10 @@ class HeadExchange:
     """
 
     def __init__(self, group: RankGroup, units: int, shares: Shares = (), index: int = 0, rounds: int = 1) -> None:
-        self._group, self._units = group, units
-        self._runs, self._sizes, ranges = deal(units, group.size, shares, index, rounds)
-        self._own, self.own_range = self._sizes[group.rank], ranges[group.rank]
-        self._ways: dict[object, Way] = {}
+        self._group, self._dealt = group, (units, group.size, shares, index, rounds)
+        self.own_range = deal(*self._dealt).ranges[group.rank]
 
-    def to_heads(self, tensors: Sequence[Tensor], lengths: Sequence[int]) -> Callable[[], list[Tensor]]:
+    def to_heads(self, tensors: Sequence[Tensor], lengths: tuple[int, ...]) -> Callable[[], list[Tensor]]:
         """Start exchanging this rank's tokens with all heads for the chunk's tokens with this rank's heads. One collective.
 
         Args:
@@ -115,68 +153,49 @@ class HeadExchange:
         Returns:
             A function that waits, and returns each tensor as `[B, own heads, C, D]`.
         """
-        B, L, _, D = tensors[0].shape
-        way = self._way(B, L, D, tuple(tensor.shape[2] // self._units for tensor in tensors), lengths)
-        send = tensors[0].new_empty(way.elements)
-        for run, start, shape in way.blocks:
-            parts = [_by_rank(tensor, run, width) for tensor, width in zip(tensors, way.widths, strict=True)]
-            torch.cat(parts, 3, out=_block(send, start, shape))
-        heads = [self._own * width for width in way.widths]
-        whole = send.new_empty((sum(lengths), B, sum(heads), D))
-        pending = self._group.all_to_all(send, way.all_heads, whole, way.own_heads)
+        first, heads = tensors[0], tuple([tensor.shape[2] for tensor in tensors])
+        B, _, _, D = first.shape
+        widths, elements, by_rank, by_token, blocks, views = form(
+            self._dealt, self._group.rank, heads, lengths, B, D, first.element_size()
+        )
+        send, whole = first.new_empty(elements[0]), first.new_empty(elements[1])
+        for run, block in blocks:
+            # A GPU copies one tensor after the other: in four dimensions it would be one kernel, which divides for each element.
+            torch.cat([*map(_by_rank, tensors, widths, repeat(run))], 3, out=send.as_strided(*block))
+        pending = self._group.all_to_all(send.view(torch.uint8), by_rank, whole.view(torch.uint8), by_token)
 
         def wait() -> list[Tensor]:
             pending.wait()
-            return list(whole.permute(1, 2, 0, 3).split_with_sizes(heads, 1))
+            return [whole.as_strided(*view) for view in views]
 
         return wait
 
-    def to_tokens(self, out_BHCD: Tensor, lengths: Sequence[int], heads_per_unit: int) -> Callable[[Tensor], None]:
+    def to_tokens(self, out_BHCD: Tensor, lengths: tuple[int, ...], heads_per_unit: int) -> Callable[[Tensor], None]:
         """Start sending attention outputs, `[B, own heads, C, D]`, back to the ranks that have the tokens. One collective.
 
         Returns:
             A function that waits, and puts the heads of this round into their places of a tensor `[B, L, all heads, D]`.
         """
         B, _, _, D = out_BHCD.shape
-        way = self._way(B, lengths[self._group.rank], D, (heads_per_unit,), lengths)
-        send = out_BHCD.permute(2, 0, 1, 3).contiguous()
-        received = send.new_empty(way.elements)
-        pending = self._group.all_to_all(send, way.own_heads, received, way.all_heads)
+        heads = (heads_per_unit * self._dealt[0],)
+        _, elements, by_rank, by_token, blocks, _ = form(
+            self._dealt, self._group.rank, heads, lengths, B, D, out_BHCD.element_size()
+        )
+        send, received = out_BHCD.permute(2, 0, 1, 3).reshape(-1), out_BHCD.new_empty(elements[0])
+        pending = self._group.all_to_all(send.view(torch.uint8), by_token, received.view(torch.uint8), by_rank)
 
         def put(out_BLHD: Tensor) -> None:
             pending.wait()
-            for run, start, shape in way.blocks:
-                _by_rank(out_BLHD, run, heads_per_unit).copy_(_block(received, start, shape))
+            for run, block in blocks:
+                _by_rank(out_BLHD, heads_per_unit, run).copy_(received.as_strided(*block))
 
         return put
 
-    def _way(self, B: int, L: int, D: int, widths: tuple[int, ...], lengths: Sequence[int]) -> Way:
-        key = B, L, D, widths, tuple(lengths)
-        way = self._ways.get(key)
-        if way is None:
-            unit, blocks, start = B * D * sum(widths), list[tuple[Run, int, tuple[int, ...]]](), 0  # elements per token and unit
-            for run in self._runs:
-                shape = run.ranks, L, B, run.units * sum(widths), D
-                blocks.append((run, start, shape))
-                start += math.prod(shape)
-            all_heads, own_heads = (
-                tuple(L * unit * n for n in self._sizes),
-                tuple(length * unit * self._own for length in lengths),
-            )
-            way = self._ways[key] = Way(widths, tuple(blocks), start, all_heads, own_heads)
-        return way
 
-
-def _block(buffer: Tensor, start: int, shape: tuple[int, ...]) -> Tensor:
-    """Return what a flat buffer holds for or from a run of ranks, `[B, L, ranks, width of its units in this round, D]`."""
-    size = math.prod(shape)
-    return (buffer if size == buffer.numel() else buffer[start : start + size]).view(shape).permute(2, 1, 0, 3, 4)
-
-
-def _by_rank(tensor: Tensor, run: Run, width: int) -> Tensor:
-    """Return a view `[B, L, ranks, heads of each in this round, D]` of `[B, L, N, D]`."""
-    B, L, heads, D = tensor.shape
-    if run.ranks * run.each * width < heads:
-        tensor = tensor.narrow(2, run.first * width, run.ranks * run.each * width)
-    by_rank = tensor.view(B, L, run.ranks, run.each * width, D)
-    return by_rank if run.units == run.each else by_rank.narrow(3, run.start * width, run.units * width)
+def _by_rank(tensor: Tensor, width: int, run: Run) -> Tensor:
+    """Return a view `[ranks, L, B, heads of each in this round, D]` of `[B, L, N, D]`."""
+    first, ranks, each, start, units = run
+    item, token, head, element = tensor.stride()
+    B, L, _, D = tensor.shape
+    place = tensor.storage_offset() + (first + start) * width * head
+    return tensor.as_strided((ranks, L, B, units * width, D), (each * width * head, token, item, head, element), place)

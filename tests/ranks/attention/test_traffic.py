@@ -32,17 +32,16 @@ def test_only_attention_crosses_and_no_sizes(ranks):
         if not lengths:
             continue
         assert {operation for operation, _, _ in r["operations"]} <= {"alltoall_base_", "send", "recv_"}, name
-        of_values = name.endswith("of devices")  # whose libraries know float32; to gloo, everything is bytes
-        assert {tuple(dtypes) for _, dtypes, _ in r["operations"]} == {("torch.float32" if of_values else "torch.uint8",)}
-        sent = [nbytes for _, _, each in r["operations"] for nbytes in each if nbytes]
+        assert {tuple(dtypes) for _, dtypes, _ in r["operations"]} == {("torch.uint8",)}
+        sent = [numel for _, _, numels in r["operations"] for numel in numels if numel]
         assert sum(sent) == r["own_bytes"], name
-        assert all(nbytes % (16 * 4) == 0 for nbytes in sent), name
+        assert all(numel % (16 * 4) == 0 for numel in sent), name
         # q, k and v in one buffer to every other rank of a chunk, and the output back; k and v in one to the next rank of the ring
         messages = {"all_to_all": 2 * (r["ulysses"] - 1), "exchange": r["ring"] - 1, "all_gather": 2 * (r["ring"] - 1)}
         assert len(sent) == sum(n for kind, n in messages.items() if kind in r["counts"]), name
         collectives = {"all_to_all": 2, "exchange": r["ring"] - 1, "all_gather": 1}
         operations, total = [operation for operation, _, _ in r["operations"]], sum(r["counts"].values())
-        if of_values:
+        if name.endswith("of devices"):
             # One call of torch for each, whatever the number of ranks: every further one is host time in every attention.
             assert operations == ["alltoall_base_"] * total, name
         else:  # gloo asks for what it receives before it sends, or a link carries one direction after the other

@@ -23,7 +23,7 @@ mesh = SequenceMesh(dist.group.WORLD)
 
 
 class Recorder(TorchDispatchMode):
-    """Every operation of torch.distributed, the dtypes of its tensors, and the bytes that it sends to each other rank.
+    """Every operation of torch.distributed, the dtypes of its tensors, and the elements that it sends to each other rank.
 
     Only rank 0 reports, which is the first of every group.
     """
@@ -36,8 +36,7 @@ class Recorder(TorchDispatchMode):
         if func.namespace == "c10d":
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             sent = {"alltoall_base_": lambda: args[4][1:], "send": lambda: [tensors[0].numel()]}.get(func._opname, list)()
-            nbytes = [count * tensors[0].element_size() for count in sent]
-            self.operations.append([func._opname, sorted({str(t.dtype) for t in tensors}), nbytes])
+            self.operations.append([func._opname, sorted({str(t.dtype) for t in tensors}), sent])
         return func(*args, **(kwargs or {}))
 
 

@@ -1,0 +1,40 @@
+"""Processors for a rank that computes on a device: those near it, and a few threads."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+DEVICES = Path("/sys/bus/pci/devices")
+MOST = 4  # threads: what is left for the host are copies, and those of many threads wait for each other
+
+
+def stay_near(device: torch.device, ranks: int) -> None:
+    """Keep this thread, and those that it starts, to the cores near a device, and operations to a few threads unless the user says
+    how many (`OMP_NUM_THREADS`). `ranks`: on this machine, beside ComfyUI.
+
+    Not by the environment of ranks: it would differ with their number, and then what was imported ahead would be of no use.
+    """
+    cores = os.sched_getaffinity(0)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, min(MOST, len(cores) // (ranks + 1))))
+    if near := _near(device) & cores:
+        with contextlib.suppress(OSError):  # a container may forbid it
+            os.sched_setaffinity(0, near)
+
+
+def _near(device: torch.device) -> set[int]:
+    """Return the cores of the node of memory that a GPU is connected to; none where the system does not say."""
+    if device.type != "cuda":
+        return set()
+    known: Any = torch.cuda.get_device_properties(device)
+    # An older torch does not tell the address, and containers may hide the folder.
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+        address = f"{known.pci_domain_id:04x}:{known.pci_bus_id:02x}:{known.pci_device_id:02x}.0"
+        ranges = (part.split("-") for part in (DEVICES / address / "local_cpulist").read_text().strip().split(","))
+        return {core for bounds in ranges for core in range(int(bounds[0]), int(bounds[-1]) + 1)}
+    return set()
