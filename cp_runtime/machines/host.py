@@ -12,26 +12,26 @@ import logging
 import os
 import queue
 import re
-import socket
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from ..errors import ContextParallelError, PoolError, ProtocolError, bad_value
+from ..errors import PoolError, ProtocolError, bad_value
 from ..pool.forking import RankProcess
 from ..pool.launcher import LogPump
 from .bridge import Bridge, MachineLost, RemoteProcess
 from .facts import differences
+from .listener import Listener
 from .meeting import MEETING, meet
-from .wire import BEAT, Code, Refused, Wire, forget_token, interface_of, interfaces, kept_token
+from .wire import BEAT, Code, Wire, forget_token, interface_of, interfaces, kept_token
 
 log = logging.getLogger("context_parallel")
 
 _LONGEST_NAME = 256
-_STRANGERS, _OF_ONE_ADDRESS = 64, 4  # connections whose proof is waited for
+_REFUSED = 64  # computers that are listed with what has to be changed there
 _LINE = 1 << 13  # characters of a line of its log
 _DEVICE = re.compile(r"cpu|[a-z]{1,15}:[0-9]{1,3}")
 _NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,30}")
@@ -141,8 +141,7 @@ class Machines:
         self._machines: dict[str, Machine] = {}
         self._refused: dict[str, list[str]] = {}  # by name: what has to be changed there
         self._removed: set[str] = set()
-        self._listener: socket.socket | None = None
-        self._strangers: Counter[str] = Counter()  # by address
+        self._listener: Listener | None = None
         self._lock, self._opening = threading.Lock(), threading.Lock()  # of the dictionaries; of the code
         self._meeting = threading.Lock()  # of one newcomer at a time
 
@@ -180,12 +179,12 @@ class Machines:
     def _open(self, address: str, port: int) -> Code:
         try:
             interface_of(address)
-            self._listener = socket.create_server((address, port))
+            self.code = invitation = Code(address, port, kept_token())  # before anybody can say it
+            self._listener = Listener(address, port, invitation.token, partial(self._take, invitation=invitation))
         except OSError as error:
+            self.code = None
             raise PoolError(f"cannot listen on {address}:{port}: {error.strerror}. Choose another port.") from error
-        self.code = Code(address, port, kept_token())
-        threading.Thread(target=self._accept, args=(self.code,), name="context-parallel-machines", daemon=True).start()
-        return self.code
+        return invitation
 
     def remove(self, name: str) -> None:
         """Send a machine away, and let it not come back; with the last one, stop listening, and make the code worthless. Without a
@@ -208,8 +207,6 @@ class Machines:
         """Stop listening, and let go of all machines."""
         self.code = None
         if self._listener is not None:
-            with contextlib.suppress(OSError):
-                self._listener.shutdown(socket.SHUT_RDWR)
             self._listener.close()
         with self._lock:
             gone = list(self._machines.values())
@@ -218,39 +215,10 @@ class Machines:
         for machine in gone:
             machine.end("ComfyUI lets no computer work for it any more")
 
-    def _accept(self, invitation: Code) -> None:
-        while self.code is invitation and self._listener is not None:
-            try:
-                sock, (address, _) = self._listener.accept()
-            except OSError:
-                time.sleep(BEAT)  # no more descriptors, for now; or it is closed
-                continue
-            with self._lock:
-                waited_for = self._strangers[address] < _OF_ONE_ADDRESS and self._strangers.total() < _STRANGERS
-                self._strangers[address] += waited_for
-            if not waited_for:
-                sock.close()
-                continue
-            threading.Thread(
-                target=self._greet, args=(sock, invitation, address), name="context-parallel-machine", daemon=True
-            ).start()
-
-    def _greet(self, sock: socket.socket, invitation: Code, address: str) -> None:
-        wire = None
-        try:
-            try:
-                wire = Wire.accept(sock, invitation.token)
-            finally:
-                with self._lock:
-                    self._strangers -= Counter([address])
-            if (machine := self._admit(wire, wire.receive()[0], invitation)) is not None:
-                self._take_in(machine, invitation)
-        except Refused as error:
-            log.warning("%s, and was told nothing", error)
-        except (OSError, ContextParallelError, LookupError, TypeError, ValueError) as error:
-            log.info("a connection from %s has ended: %s", address, error)
-        finally:
-            (sock if wire is None else wire).close()
+    def _take(self, wire: Wire, invitation: Code) -> None:
+        """Have a computer that knows the code work for this ComfyUI until it is gone, unless something differs there."""
+        if (machine := self._admit(wire, wire.receive()[0], invitation)) is not None:
+            self._take_in(machine, invitation)
 
     def _admit(self, wire: Wire, hello: dict[str, Any], invitation: Code) -> Machine | None:
         """Compare a machine with this one, and give it its name; or tell it what differs, and return None."""
@@ -275,7 +243,7 @@ class Machines:
                 self._refused.pop(name, None)
                 self._machines[name] = Machine(self, name, wire, tuple(devices or ()))
                 return self._machines[name]
-            if not again and len(self._refused) < _STRANGERS:
+            if not again and len(self._refused) < _REFUSED:
                 self._refused[name] = wrong
         if not again:
             log.warning("%s (%s) cannot work for this ComfyUI yet:\n  %s", name, wire.peer, "\n  ".join(wrong))

@@ -74,7 +74,7 @@ def run(argv: Sequence[str]) -> NoReturn:
 def _work(invitation: Code, place: Place, facts: dict[str, Any]) -> str:
     """Work for ComfyUI until the connection ends; return why it ended, or did not begin. Raises OSError: ComfyUI is not there;
     Refused: it will not have us."""
-    with contextlib.closing(Wire.connect(invitation, _MOST)) as wire:
+    with contextlib.closing(Wire.connect(invitation, most=_MOST)) as wire:
         wire.send({"hello": place.name, "facts": facts, "devices": place.devices})
         answer, _ = wire.receive()
         if differ := answer.get("differ"):
@@ -82,8 +82,8 @@ def _work(invitation: Code, place: Place, facts: dict[str, Any]) -> str:
                 return str(differ[0])
             sys.exit("This computer cannot work for that ComfyUI yet:\n  " + "\n  ".join(differ))
         _say(f"joining the ComfyUI on {invitation.address}…")
-        with being_met(wire.own, invitation.token) as port:
-            wire.send({"listening": port})
+        with being_met(wire.own, invitation.token) as listener:
+            wire.send({"listening": listener.port})
             while "met" not in answer:
                 answer, _ = wire.receive()
         if answer["met"]:

@@ -7,12 +7,11 @@ every connection prove that they know the code.
 from __future__ import annotations
 
 import contextlib
-import socket
-import threading
+import queue
 import time
-from collections.abc import Iterator
 
 from ..errors import ContextParallelError
+from .listener import Listener
 from .wire import SILENT, Code, Wire
 
 MEETING = 2 * SILENT  # seconds that two computers have to reach each other
@@ -22,53 +21,35 @@ _BYTES = bytes(1 << 16)  # that they exchange: a handshake may pass where packet
 def meet(own: str, newcomer: Code) -> str:
     """Exchange something with a newcomer in both directions, from an address of this computer. Return why that failed, or nothing.
     `newcomer`: where it listens."""
-    until = time.monotonic() + MEETING
+    until, heard = time.monotonic() + MEETING, queue.SimpleQueue[object]()
     try:
-        with socket.create_server((own, 0)) as listener, contextlib.closing(Wire.connect(newcomer)) as wire:
-            wire.send({"back": listener.getsockname()}, _BYTES)
-            with contextlib.closing(_accept(listener, newcomer.token, until)) as back:
-                back.receive()
+        with (
+            Listener(own, 0, newcomer.token, lambda back: heard.put(back.receive(until))) as listener,
+            contextlib.closing(Wire.connect(newcomer, until)) as wire,
+        ):
+            wire.send({"back": [listener.address, listener.port]}, _BYTES)
+            heard.get(timeout=max(0.0, until - time.monotonic()))
+    except queue.Empty:
+        return _apart(own, newcomer, f"nothing came back in {MEETING:g} s")
     except (OSError, ContextParallelError) as error:
-        return (
-            f"the computers at {own} and {newcomer.address} do not reach each other ({error}): ranks talk over ports that the "
-            "system chooses. Let the firewalls on both pass everything between them."
-        )
+        return _apart(own, newcomer, error)
     return ""
 
 
-@contextlib.contextmanager
-def being_met(own: str, token: str) -> Iterator[int]:
-    """Listen for those who `meet` this computer, on one address, and connect back to them. Yields the port."""
-    with socket.create_server((own, 0)) as listener:
+def being_met(own: str, token: str) -> Listener:
+    """Listen for those who `meet` this computer, on one address, and connect back to them."""
 
-        def run() -> None:
-            with contextlib.suppress(OSError):
-                while True:
-                    sock, _ = listener.accept()
-                    threading.Thread(target=_connect_back, args=(sock, token), daemon=True).start()
-
-        threading.Thread(target=run, name="context-parallel-meeting", daemon=True).start()
-        try:
-            yield listener.getsockname()[1]
-        finally:
-            with contextlib.suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)
-
-
-def _connect_back(sock: socket.socket, token: str) -> None:
-    with sock, contextlib.suppress(OSError, ContextParallelError, LookupError, TypeError, ValueError):
-        wire = Wire.accept(sock, token)
-        address, port = wire.receive()[0]["back"]
-        with contextlib.closing(Wire.connect(Code(address, port, token))) as back:
+    def connect_back(wire: Wire) -> None:
+        until = time.monotonic() + MEETING
+        address, port = wire.receive(until)[0]["back"]
+        with contextlib.closing(Wire.connect(Code(address, port, token), until)) as back:
             back.send({}, _BYTES)
 
+    return Listener(own, 0, token, connect_back)
 
-def _accept(listener: socket.socket, token: str, until: float) -> Wire:
-    """Return the first connection that proves that it knows the token; strangers may come before it. Raises OSError."""
-    while True:
-        listener.settimeout(max(0.001, until - time.monotonic()))
-        sock, _ = listener.accept()
-        try:
-            return Wire.accept(sock, token)
-        except (OSError, ContextParallelError):
-            sock.close()
+
+def _apart(own: str, newcomer: Code, why: object) -> str:
+    return (
+        f"the computers at {own} and {newcomer.address} do not reach each other ({why}): ranks talk over ports that the "
+        "system chooses. Let the firewalls on both pass everything between them."
+    )

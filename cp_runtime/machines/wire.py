@@ -12,6 +12,7 @@ import json
 import os
 import re
 import secrets
+import select
 import socket
 import stat
 import struct
@@ -161,16 +162,17 @@ class Wire:
         self.own, self.peer = sock.getsockname()[0], sock.getpeername()[0]
 
     @classmethod
-    def connect(cls, invitation: Code, most: int = _MOST) -> Wire:
-        """Connect to what listens where a code says. Raises Refused or OSError."""
-        sock = socket.create_connection((invitation.address, invitation.port), timeout=SILENT)
+    def connect(cls, invitation: Code, until: float | None = None, most: int = _MOST) -> Wire:
+        """Connect to what listens where a code says. `until`: see `receive`. Raises Refused or OSError."""
+        patience = SILENT if until is None else min(SILENT, max(0.001, until - time.monotonic()))
+        sock = socket.create_connection((invitation.address, invitation.port), timeout=patience)
         try:
             wire, mine = cls(sock, most), secrets.token_bytes(_NONCE)
-            theirs = bytes(wire._read(_NONCE))
+            theirs = bytes(wire._read(_NONCE, until))
             where = f"{invitation.address}:{invitation.port}"
             sock.sendall(mine + _proof(invitation.token, "join", where, theirs + mine))
             try:
-                answer = bytes(wire._read(_PROOF))
+                answer = bytes(wire._read(_PROOF, until))
             except TimeoutError:  # it is stopped, or busy
                 raise
             except OSError as error:
@@ -190,7 +192,6 @@ class Wire:
         where = "{}:{}".format(*sock.getsockname())
         sock.sendall(mine)
         answer = bytes(wire._read(_NONCE + _PROOF, until))
-        sock.settimeout(SILENT)
         theirs, proof = answer[:_NONCE], answer[_NONCE:]
         if not hmac.compare_digest(proof, _proof(token, "join", where, mine + theirs)):
             raise Refused(f"a computer at {wire.peer} has the wrong code")
@@ -241,14 +242,22 @@ class Wire:
             raise
         self.sent += len(head) + len(piece)
 
-    def receive(self) -> tuple[dict[str, Any], bytearray]:
-        """Return the next packet. Raises OSError: the other end is gone, or silent; ProtocolError: it is malformed."""
+    def receive(self, until: float | None = None) -> tuple[dict[str, Any], bytearray]:
+        """Return the next packet.
+
+        Args:
+            until: when all of it has to be there, on the clock of `time.monotonic`; None = something in every SILENT seconds.
+
+        Raises:
+            OSError: the other end is gone, or silent.
+            ProtocolError: it is malformed.
+        """
         while True:
-            length, size, state = _HEAD.unpack(self._read(_HEAD.size))
+            length, size, state = _HEAD.unpack(self._read(_HEAD.size, until))
             if length > MAX_HEADER or size > _PIECE or state not in (_WHOLE, _MORE, _ABANDONED):
                 raise ProtocolError(f"a piece of {length} and {size} bytes, state {state}: not allowed")
             if length:
-                packet, body = _parse(self._read(length)), bytearray()
+                packet, body = _parse(self._read(length, until)), bytearray()
                 if state == _MORE:
                     self._begun = packet, body
             elif self._begun is not None:
@@ -257,7 +266,7 @@ class Wire:
                 raise ProtocolError("a piece of no packet")
             if len(body) + size > self._most:
                 raise ProtocolError(f"a packet of more than {self._most} bytes")
-            body += self._read(size)
+            body += self._read(size, until)
             if state != _MORE and not length:
                 self._begun = None
             if state == _WHOLE:
@@ -270,15 +279,12 @@ class Wire:
         self._socket.close()
 
     def _read(self, count: int, until: float | None = None) -> bytearray:
-        """Return so many bytes. `until`: when they have to be there, on the clock of `time.monotonic`; None = each in SILENT
-        seconds."""
+        """Return so many bytes. `until`: see `receive`."""
         data = bytearray(count)
         view, have = memoryview(data), 0
         while have < count:
-            if until is not None:
-                if (left := until - time.monotonic()) <= 0:
-                    raise TimeoutError("no proof in time")
-                self._socket.settimeout(left)
+            if until is not None and not select.select([self._socket], [], [], max(0.0, until - time.monotonic()))[0]:
+                raise TimeoutError("not all of it came in time")
             got = self._socket.recv_into(view[have:])
             if not got:
                 raise ConnectionResetError("the other computer has closed the connection")

@@ -41,9 +41,8 @@ DYNAMIC_IMPORTS = {
 PROCESSES = {
     ("cp_runtime/pool/fork_server.py", "preload", "os.execv"): "its own command line, with one more name of a module",
     ("cp_runtime/pool/fork_server.py", "_start", "os.fork"): "a process with one thread and no device",
-    ("cp_runtime/machines/host.py", "_open", "socket.create_server"): "on one address, once the user has asked for it",
-    ("cp_runtime/machines/meeting.py", "meet", "socket.create_server"): "for a moment, while a computer joins; proves the code",
-    ("cp_runtime/machines/meeting.py", "being_met", "socket.create_server"): "the same, on the other side",
+    ("cp_runtime/machines/listener.py", "__init__", "socket.create_server"): "on one address, once the user asked for it, or while "
+    "a computer joins; who connects proves the code",
 }
 
 

@@ -113,8 +113,8 @@ class Joined:
     def __init__(self, code: Code, name: str, **changes: Any) -> None:
         self.wire, answer = hello(code, name, **changes)
         assert "welcome" in answer, answer
-        with being_met(self.wire.own, code.token) as port:
-            self.wire.send({"listening": port})
+        with being_met(self.wire.own, code.token) as listener:
+            self.wire.send({"listening": listener.port})
             while "met" not in answer:
                 answer, _ = self.wire.receive()
         assert not answer["met"], answer

@@ -6,6 +6,7 @@ import os
 import random
 import socket
 import threading
+import time
 from unittest.mock import ANY
 
 import pytest
@@ -14,11 +15,14 @@ from support.joined import Joined, hello, pair
 
 from cp_runtime.comfy.shared.recipe import describe, file_stamp, relocate
 from cp_runtime.errors import ConfigError, MirrorError, PoolError
+from cp_runtime.machines import meeting
 from cp_runtime.machines import wire as wires
 from cp_runtime.machines.facts import differences
 from cp_runtime.machines.host import Machines
+from cp_runtime.machines.listener import Listener
+from cp_runtime.machines.meeting import meet
 from cp_runtime.machines.relay import Place, Relay
-from cp_runtime.machines.wire import Wire, interface_of
+from cp_runtime.machines.wire import Code, Wire, interface_of
 from cp_runtime.pool.board import Board, Progress
 from cp_runtime.pool.channel import Channel, SharedBlock
 from cp_runtime.pool.config import DeviceInventory, RuntimeConfig, WorkerSite
@@ -254,14 +258,57 @@ def test_a_hello_of_a_wrong_type_ends_its_connection_only(changes, machines):
     wire.close()
 
 
-def test_strangers_of_one_address_keep_nobody_else_out(machines):
+@pytest.mark.parametrize("addresses", [1, 16, 40])
+def test_strangers_keep_nobody_out(addresses, machines):
     """They may hold as many connections as they like, without the code."""
     with contextlib.ExitStack() as opened:
-        for _ in range(80):
+        for number in range(80):
             sock = opened.enter_context(socket.socket())
-            sock.bind(("127.0.0.9", 0))
+            sock.bind((f"127.0.9.{1 + number % addresses}", 0))
             sock.connect((machines.code.address, machines.code.port))
+        began = time.monotonic()
         Joined(machines.code, "pc2").close()
+        assert time.monotonic() - began < 3  # and not behind the five seconds that theirs are waited for
+
+
+def answering(token, answer):
+    """Where a computer listens that is met, and does something else instead of connecting back."""
+    return Listener("127.0.0.1", 0, token, answer)
+
+
+def test_a_computer_that_knows_the_code_and_stalls_ends_its_own_meeting(monkeypatch):
+    monkeypatch.setattr(meeting, "MEETING", 0.6)
+
+    def drip(wire):  # a packet that begins, and goes on for ever
+        address, port = wire.receive()[0]["back"]
+        with contextlib.closing(Wire.connect(Code(address, port, "token"))) as back, contextlib.suppress(OSError):
+            for byte in wires._HEAD.pack(1000, 0, 0) + bytes(1000):
+                back._socket.sendall(bytes([byte]))
+                time.sleep(0.05)
+
+    for answer in (drip, lambda wire: time.sleep(2)):
+        with answering("token", answer) as there:
+            began = time.monotonic()
+            assert "do not reach each other (nothing came back in 0.6 s)" in meet(
+                "127.0.0.1", Code("127.0.0.1", there.port, "token")
+            )
+            assert time.monotonic() - began < 1.5
+
+
+def test_strangers_do_not_spoil_a_meeting():
+    """Somebody may find the port first, and say nothing."""
+    silent = []
+
+    def connect_back(wire):
+        address, port = wire.receive()[0]["back"]
+        silent.extend(socket.create_connection((address, port)) for _ in range(3))
+        with contextlib.closing(Wire.connect(Code(address, port, "token"))) as back:
+            back.send({}, bytes(1 << 16))
+
+    with answering("token", connect_back) as there:
+        assert meet("127.0.0.1", Code("127.0.0.1", there.port, "token")) == ""
+    for sock in silent:
+        sock.close()
 
 
 @pytest.mark.parametrize("packet", [{"now": "x"}, {"pool": []}, {"log": {}, "line": 1}, {"log": 20}, {"met": None, "log": "x"}])
