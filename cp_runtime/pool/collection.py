@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from .messages import Failure, Report
 
-CANCEL_GRACE = 1.25  # seconds that ranks get to leave a cancelled call before they are killed, or
+CANCEL_GRACE = 1.15  # seconds that ranks get to leave a cancelled call before they are killed, or
 CANCEL_MODULES = 3  # as long as this many planned modules take: they poll at one and leave at the next
 CANCEL_LIMIT = 60.0  # seconds that they get at most
 REPORT_GRACE = 1.0  # seconds that the other ranks get to report after a first failure
