@@ -14,7 +14,6 @@ CANCEL_GRACE = 1.15  # seconds that ranks get to leave a cancelled call before t
 CANCEL_MODULES = 3  # as long as this many planned modules take: they poll at one and leave at the next
 CANCEL_LIMIT = 60.0  # seconds that they get at most
 REPORT_GRACE = 1.0  # seconds that the other ranks get to report after a first failure
-SUSPENDED = 2.0  # a longer gap between ticks means this process was suspended; the deadline is then extended once
 DEATH_LAG = 0.25  # a death is noticed this much later than the errors that it causes on other ranks
 
 
@@ -57,7 +56,7 @@ class Collection:
         self._deadline = self.began + self.timeout
         self._last_tick = self.began
         self._compile_left = self.compile_timeout
-        self._extended = self._failing = self._cancelled = self._aborted = False
+        self._failing = self._cancelled = self._aborted = False
         self._died: dict[int, float] = {}
 
     @property
@@ -97,7 +96,7 @@ class Collection:
         """Return what to do next, given the time and what has been noted until then.
 
         Args:
-            quiet: nothing arrived. Reports that arrived while this process was suspended count after the deadline, too.
+            quiet: nothing arrived. Reports that arrived while this process stood still count after the deadline, too.
             compiling: a rank compiles a part of a model: the time since the last tick does not count.
         """
         gap, self._last_tick = now - self._last_tick, now
@@ -105,9 +104,6 @@ class Collection:
             spent = min(gap, self._compile_left)
             self._compile_left -= spent
             self._deadline += spent
-        if gap > SUSPENDED and not self._extended:
-            self._extended = True
-            self._deadline += gap
         if self._aborted:
             return self._finish(aborted=True)
         if self._cause() is not None and not self._failing:
@@ -150,13 +146,9 @@ class ModuleTimes:
     def __init__(self) -> None:
         self.longest = 0.0  # seconds
         self._entered: dict[int, tuple[int, float]] = {}  # rank -> (modules, when it entered the last)
-        self._last = 0.0
 
     def note(self, modules: Mapping[int, int], now: float) -> None:
-        """Take the counts of modules by rank, many times a second. Start over after a longer gap: this process was suspended."""
-        if now - self._last > SUSPENDED:
-            self._entered.clear()
-        self._last = now
+        """Take the counts of modules by rank, many times a second."""
         for rank, count in modules.items():
             before, at = self._entered.get(rank, (0, now))
             if count > before:

@@ -5,7 +5,6 @@ import os
 import re
 import resource
 import signal
-import threading
 import time
 from types import SimpleNamespace
 
@@ -18,7 +17,7 @@ from support.node_graphs import assert_right
 from support.pools import echo, make_pool, small_pool
 from support.server import ComfyServer
 
-from cp_runtime.errors import PoolError, PoolTimeout
+from cp_runtime.errors import PoolError
 from cp_runtime.pool import worker_pool
 
 DEADLINE = 4.0
@@ -81,36 +80,6 @@ def test_reports_that_wait_count_after_the_deadline(monkeypatch):
         assert echo(pool, torch.ones(1)) == 1
         assert len(asked) > 1
         assert pool.alive
-
-
-@pytest.mark.parametrize(
-    "stops",
-    [[DEADLINE + 1, 0.5 * DEADLINE + 1], pytest.param([0.5 * DEADLINE + 1], marks=pytest.mark.soak)],
-    ids=["twice", "once"],
-)
-def test_time_that_the_process_stands_still_is_given_back(stops):
-    """The ranks had none of it where it began before they got their work, or where they were stopped as well.
-
-    The second time, which is longer, moves no deadline; the report that came meanwhile counts.
-    """
-    stops = list(stops)
-    with small_pool() as pool:
-        os.kill(pool.pids[1], signal.SIGSTOP)
-        goes_on = threading.Timer(DEADLINE + 1, os.kill, (pool.pids[1], signal.SIGCONT))
-        goes_on.start()
-        assert echo(pool, torch.ones(1), timeout=DEADLINE, cancelled=lambda: stops and time.sleep(stops.pop())) == 1
-        goes_on.join()
-        assert pool.alive
-
-
-def test_a_process_that_keeps_standing_still_notices_a_rank_that_hangs():
-    with small_pool() as pool:
-        os.kill(pool.pids[1], signal.SIGSTOP)
-        pause = 0.5 * DEADLINE + 1
-        watch = Stopwatch("40 a rank hangs while ComfyUI's process stands still for 3 s again and again")
-        with pytest.raises(PoolTimeout, match=f"did not finish echo within {DEADLINE:g} s; .* is rank 1 "):
-            echo(pool, torch.ones(1), timeout=DEADLINE, cancelled=lambda: time.sleep(pause))
-        watch.within(DEADLINE + 2 * pause + 1, "the command fails")
 
 
 def start_fails() -> str:

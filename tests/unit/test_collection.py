@@ -10,7 +10,6 @@ from cp_runtime.pool.collection import (
     CANCEL_GRACE,
     CANCEL_LIMIT,
     REPORT_GRACE,
-    SUSPENDED,
     Collection,
     ModuleTimes,
     Outcome,
@@ -21,7 +20,7 @@ from cp_runtime.pool.messages import Cancelled, Done, Failure, Room
 
 BEGAN = 100.0
 TIMEOUT = 600.0
-STEP = 0.25  # seconds between two ticks, well below SUSPENDED
+STEP = 0.25  # seconds between two ticks
 
 
 good, bad = Done, partial(failure, "RuntimeError")
@@ -136,27 +135,10 @@ def test_a_deadline_in_the_past():
 
 def test_what_arrived_counts_after_the_deadline(play):
     play.now = BEGAN + 10 * TIMEOUT
-    play.collection.tick(play.now)  # suspended once: the deadline was moved
-    play.now += 10 * TIMEOUT
     assert isinstance(play.tick(quiet=False), Wait)
     for rank in range(3):
         play.collection.reported(rank, good())
     assert not play.tick(quiet=False).kill
-
-
-def test_a_suspension_extends_the_deadline_once(play):
-    play.pass_time(10)
-    play.now += 1000
-    assert play.tick() == Wait(until=BEGAN + TIMEOUT + 1000)
-    play.now += SUSPENDED + 1
-    assert play.tick() == Wait(until=BEGAN + TIMEOUT + 1000)
-    assert isinstance(play.pass_time(TIMEOUT), Outcome)
-    assert play.now == BEGAN + TIMEOUT + 1000
-
-
-def test_a_short_gap_is_no_suspension(play):
-    play.now += SUSPENDED
-    assert play.tick() == Wait(until=BEGAN + TIMEOUT)
 
 
 # --- cancel and abort -------------------------------------------------------------------------------------------------
@@ -269,9 +251,8 @@ def test_a_rank_that_compiles_gets_no_longer_to_leave():
         ([(0, [0, 0]), (0.5, [1, 1]), (1, [1, 2]), (1.5, [2, 2]), (2, [3, 3])], 1.0),
         ([*((t, [0]) for t in range(60)), (60, [5])], 0),
         ([(0, [1]), (0.5, [2]), *((t, [2]) for t in range(1, 60))], 0.5),
-        ([(0, [1]), (SUSPENDED + 1, [2]), (SUSPENDED + 1.5, [3])], 0.5),
     ],
-    ids=["between two", "not before the first, as of weights that move", "not where it does not end", "not while suspended"],
+    ids=["between two", "not before the first, as of weights that move", "not where it does not end"],
 )
 def test_the_longest_time_of_a_module_counts(looks, longest):
     times = ModuleTimes()
