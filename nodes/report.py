@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from comfy_api.latest import io, ui
 
-from ..cp_runtime.comfy.ui.report import draw, read_report, summarise
+from ..cp_runtime.comfy.ui.report import shown
 from .config import ALIASES, CATEGORY
 
 
@@ -30,6 +30,5 @@ class CPReport(io.ComfyNode):
 
     @classmethod
     def execute(cls, report: str) -> io.NodeOutput:
-        read = read_report(report)
-        image = draw(read)
-        return io.NodeOutput("\n".join(summarise(read)), image, ui=ui.PreviewImage(image, cls=cls))
+        text, image = shown(report)
+        return io.NodeOutput(text, image, ui=ui.PreviewImage(image, cls=cls))

@@ -14,12 +14,10 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from ...controller.placement import HELD
-from ...controller.run_stats import NOT_MEASURED, UNITS, CallRecord, RunStats, Speed
-from ...errors import ContextParallelError, bad_value
+from ...controller.run_stats import UNITS, CallRecord, RunStats
+from ...errors import bad_value
 from ...families import plan_for
 from ...pool.config import RuntimeConfig
-from ...pool.protocol import decode
-from ...pool.settings import MAX_RANKS
 from ...timing.choice import in_words
 from ...version import VERSION
 from .apply import apply_to_model, check_type, timed
@@ -37,20 +35,7 @@ COLOURS = {"compute": "#3b82f6", "communication": "#f59e0b", "wait": "#9ca3af"}
 PAPER, INK = "#1f2937", "#f9fafb"  # to be read on a light page and on a dark one
 INK_IN_BARS = "#111827"
 LONGEST = 1 << 20  # characters of a report
-LONGEST_TEXT, MOST_NAMES = 300, 100  # characters of a name or of words in it; streams, or axes
 HOW_TO_MEASURE = "To compare with one device, press Measure in the panel Context Parallel, or run once on one GPU."
-
-
-_ONE_DEVICE = {"world_size": float, "speed": str | None, "seconds_per_step": float, "seconds_per_call": float | None}
-_SEVERAL = {
-    **_ONE_DEVICE, "family": str, "degrees": dict[str, float], "at_work": float | None, "communication_share": float,
-    "seconds_per_call_on_one_device": float | None, "speedup": float | None,
-}  # fmt: skip
-_RANK = {
-    "rank": float, "device": str, "tokens": dict[str, float], "host_memory": float, "device_memory": float,
-    "seconds": dict[str, float],
-}  # fmt: skip
-_NEWER = {"speed", "at_work"}  # than the first reports
 
 
 def run_with_report(
@@ -177,47 +162,19 @@ def _rounded(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 4)
 
 
-def read_report(text: str) -> dict[str, Any]:
-    """Parse a report of CP Sampler and return the part that is shown. Raises ConfigError: it is no report. Any workflow may put any
-    text here."""
-    error: ContextParallelError = bad_value("report", text, "the JSON report of a CP Sampler", "Connect its report output.")
-    if len(text) > LONGEST:
-        raise error
+def shown(text: str) -> tuple[str, Tensor]:
+    """Return the summary of a report of CP Sampler, and its picture. Raises ConfigError: it is no report."""
     try:
-        sent = json.loads(text)
-        if sent["world_size"] == 1:
-            report = _taken(_ONE_DEVICE, sent)
-        else:
-            report = _taken(_SEVERAL, sent)
-            # None where there was no choice, and in reports from before there was one.
-            report["memory"] = decode(str, (sent.get("weights") or {}).get("words", ""))
-            report["choice"] = decode(str, sent["choice"]["words"]) if sent.get("choice") else ""
-            ranks = report["ranks"] = [_taken(_RANK, rank) for rank in sent["ranks"]]
-            if not 1 <= len(ranks) <= MAX_RANKS or any(rank["seconds"].keys() != COLOURS.keys() for rank in ranks):
-                raise error
-        _check_texts(report)
-        return report
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise error from None
-
-
-def _taken(kinds: dict[str, Any], sent: dict[str, Any]) -> dict[str, Any]:
-    return {name: decode(kind, sent.get(name) if name in _NEWER else sent[name]) for name, kind in kinds.items()}
-
-
-def _check_texts(value: Any) -> None:
-    """Raise ValueError for texts, or numbers of them, that no line has room for."""
-    if isinstance(value, dict) and len(value) <= MOST_NAMES:
-        value = [*value, *value.values()]
-    if isinstance(value, list):
-        for each in value:
-            _check_texts(each)
-    elif isinstance(value, dict) or (isinstance(value, str) and not (len(value) <= LONGEST_TEXT and value.isprintable())):
-        raise ValueError(value)
+        if len(text) > LONGEST:
+            raise ValueError
+        report = json.loads(text)
+        return "\n".join(summarise(report)), draw(report)
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError):
+        raise bad_value("report", text, "the JSON report of a CP Sampler", "Connect its report output.") from None
 
 
 def summarise(report: dict[str, Any]) -> list[str]:
-    """Summarise what `read_report` returned in a few lines, and a line per rank at the end if there are ranks."""
+    """Summarise a report in a few lines, and a line per rank at the end if there are ranks."""
     seconds = f"{report['seconds_per_step']:.3g} s per step"
     if report["seconds_per_call"] is not None:
         seconds += f", {report['seconds_per_call']:.3g} s per call"
@@ -227,12 +184,12 @@ def summarise(report: dict[str, Any]) -> list[str]:
     if alone is not None:
         seconds += f" (one device: {alone:.3g} s)"
     lines = [
-        report["speed"] or _older_speed(report),
+        report["speed"],
         *([HOW_TO_MEASURE] if alone is None else []),
         seconds,
         f"{report['family']} on {report['world_size']} ranks ({axes(report['degrees'], report['at_work'])})",
-        *([report["memory"]] if report["memory"] else []),
-        *([f"this call ran on {report['choice']}"] if report["choice"] else []),
+        *([report["weights"]["words"]] if report["weights"] else []),
+        *([f"this call ran on {report['choice']['words']}"] if report["choice"] else []),
         f"{report['communication_share']:.0%} of a call waiting for other devices and for the link",
     ]
     if report["seconds_per_call"] is not None:
@@ -243,12 +200,6 @@ def summarise(report: dict[str, Any]) -> list[str]:
         memory = f"host {_gib(rank['host_memory'])}" + (f", device {_gib(rank['device_memory'])}" if rank["device_memory"] else "")
         lines.append(f"rank {rank['rank']} on {rank['device']}: {f'tokens {tokens}; ' if tokens else ''}{memory}")
     return lines
-
-
-def _older_speed(report: dict[str, Any]) -> str:
-    """Return the speed of an old report, which had no text for it."""
-    times = report["speedup"]
-    return NOT_MEASURED if times is None else Speed(ranks=report["world_size"], per_call=1.0, alone=(times,)).words
 
 
 def draw(report: dict[str, Any]) -> Tensor:
