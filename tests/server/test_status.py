@@ -257,7 +257,7 @@ def test_a_repetition_on_one_device_ends_like_any_call(pool_server, expected, fa
     same. It is one call, not the first."""
     pids = assert_right(pool_server, expected)
     before = pool_server.answer(MEASURE, "POST")[1]["status"]["last_call"]
-    prompt_id = pool_server.queue(flux_prompt(cp=CP, width=768, height=640, steps=3))
+    prompt_id = pool_server.queue(flux_prompt(cp=CP, width=640, height=512, steps=3))
     if way == "cancel":
         pool_server.wait_status(lambda status: status["activity"] == "measuring a call on one device…")
         pool_server.interrupt()
