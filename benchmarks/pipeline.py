@@ -63,7 +63,7 @@ def rank_main(repetitions: int, names: list[str]) -> None:
     owners = cut([block.nbytes for block in blocks], RANKS)
 
     def staged(patches: int) -> Any:
-        pipeline = Pipeline(Stages(blocks, owners, mesh.stage(RANKS).lane), mesh.whole)
+        pipeline = Pipeline(Stages(blocks, owners, mesh.stage(RANKS).pipeline_group), mesh.whole)
         told = PipelineSettings(stages=RANKS, patches=patches)
 
         def run() -> torch.Tensor | None:

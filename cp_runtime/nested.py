@@ -64,11 +64,11 @@ def stored(tensor: Tensor) -> list[Tensor]:
     """Return the plain tensors that make up a tensor: itself, or a quantised weight's data and scales."""
     flatten = getattr(tensor, "__tensor_flatten__", None)  # torch's protocol for tensors that wrap others
     if flatten is None:
-        return [(tensor.as_subclass(Tensor) if is_dressed(tensor) else tensor).detach()]
+        return [(tensor.as_subclass(Tensor) if is_plain_storage_subclass(tensor) else tensor).detach()]
     return [part for name in flatten()[0] for part in stored(getattr(tensor, name))]
 
 
-def is_dressed(tensor: Tensor) -> bool:
+def is_plain_storage_subclass(tensor: Tensor) -> bool:
     """Return whether a tensor is plain memory under a class that adds attributes and no operators, as GGUF loaders have one."""
     cls = type(tensor)
     return (
@@ -87,4 +87,4 @@ def dressed_as(tensor: Tensor, model: Tensor) -> Tensor:
 
 def alias(tensor: Tensor) -> Tensor:
     """Return another tensor on the same memory. Some classes return the tensor itself if they are asked to detach it."""
-    return dressed_as(stored(tensor)[0], tensor) if is_dressed(tensor) else tensor.detach()
+    return dressed_as(stored(tensor)[0], tensor) if is_plain_storage_subclass(tensor) else tensor.detach()

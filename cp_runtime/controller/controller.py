@@ -19,7 +19,7 @@ from ..errors import MirrorError, PoolError, ProtocolError, RankOutOfMemory
 from ..nested import difference
 from ..pool.config import RuntimeConfig, WorkerSite
 from ..pool.forking import OtherMachines
-from ..pool.peers import forget_ways
+from ..pool.peers import forget_fallbacks
 from ..pool.worker_pool import CallCancelled
 from ..timing.times import Times
 from .calls import ModelCall, ModelState
@@ -247,7 +247,7 @@ class Controller:
         unused = {key for key, models in list(self._owners.items()) if not models and key != target.key}
         workers.drop(unused & workers.held.keys(), cancelled)
         if not workers.has(config, target):
-            choice = workers.place(config, target, cancelled)
+            choice = workers.choose_placement(config, target, cancelled)
             workers.load(config, target, choice, cancelled)
         workers.held[target.key].aside = False
         return workers
@@ -286,7 +286,7 @@ class Controller:
             if self.workers is workers:  # else the next prompt was faster
                 self.journal.node = None  # no node waits for them
                 self._shortages.forget()
-                forget_ways()
+                forget_fallbacks()
                 with self._noted():
                     self._start(workers.pool.config)
                 self.journal.last_error = None

@@ -100,12 +100,12 @@ class Workers:
     def loading(self) -> tuple[str, float | None] | None:
         """The model that is being loaded: its name, and `loaded`. None while nothing is loaded."""
         loaded = self.loaded
-        return (self._model, loaded) if self.pool.doing == "load" or loaded is not None else None
+        return (self._model, loaded) if self.pool.command == "load" or loaded is not None else None
 
     @property
     def loaded(self) -> float | None:
         """Part of a model's weights that the ranks have brought to their devices, by the slowest; None while nothing is loaded."""
-        if self.pool.doing != "call":
+        if self.pool.command != "call":
             return None
         progress = [self.pool.progress(rank).loaded for rank in range(len(self.pool.processes))]
         return min((each / 1000 for each in progress if each is not None), default=None)
@@ -113,7 +113,7 @@ class Workers:
     @property
     def modules(self) -> int:
         """Planned modules that all ranks have entered in the call that runs; 0 = none does."""
-        if self.pool.doing != "call":
+        if self.pool.command != "call":
             return 0
         return min((self.pool.progress(rank).modules for rank in range(len(self.pool.processes))), default=0)
 
@@ -164,7 +164,7 @@ class Workers:
             return False
         return target.demand.call <= resident.call_bytes or resident.choice.placement in (OFFLOADED, STAGED)
 
-    def place(self, config: RuntimeConfig, target: ModelState, cancelled: Callable[[], bool]) -> Choice:
+    def choose_placement(self, config: RuntimeConfig, target: ModelState, cancelled: Callable[[], bool]) -> Choice:
         """Choose where the ranks keep a model. Models that they hold already can make way, and count as free memory."""
         if config.weights != "auto" or config.pipeline is not None:
             return choose(config, target.demand, None)

@@ -25,7 +25,7 @@ from .calls import ShardedCalls
 from .pipefusion import StagedCalls, table_of
 from .table import own_table, plan_from_table
 from .vae import SplitVAE, is_vae
-from .weights import SharedModel
+from .weights import ShardedModel
 
 Applied = InstalledPlan[ShardingPlan] | SplitVAE
 
@@ -114,7 +114,7 @@ def apply_context_parallel(
     weights: ShardedWeights | None = None
     try:
         if shard_weights:
-            shared = SharedModel(module, mesh, device)
+            shared = ShardedModel(module, mesh, device)
             weights = shared.weights
             installed.on_remove(shared.give_back)
         kind = StagedCalls if staged else ShardedCalls

@@ -94,7 +94,7 @@ class ShardedCalls:
     @not_compiled_itself
     def _sharded(self, known: Record | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Record]:
         config = self._config
-        share = Share.of(config.batch, config.batch_degree, args, kwargs)
+        share = BatchSlice.of(config.batch, config.batch_degree, args, kwargs)
         sequence, degrees = (self._mesh, config.of_all_ranks) if share is None else (share.sequence, config)
         if share is not None:
             args, kwargs = share.take_call(args, kwargs, self._names, self._whole)
@@ -160,7 +160,7 @@ FOR_ALL_ITEMS = {
 }  # fmt: skip
 
 
-class Share:
+class BatchSlice:
     """The part of a call that this rank's group computes, such as one half of CFG, while other groups compute theirs. `mesh`: all
     ranks."""
 
@@ -170,7 +170,7 @@ class Share:
         self._span = shares.held(mesh.index(shares.groups))
 
     @classmethod
-    def of(cls, mesh: BatchMesh, groups: int, args: Any, kwargs: Mapping[str, Any]) -> Share | None:
+    def of(cls, mesh: BatchMesh, groups: int, args: Any, kwargs: Mapping[str, Any]) -> BatchSlice | None:
         """Return this rank's share, or None if there are fewer items than groups: then all ranks share the sequence.
 
         Items are counted along dimension 0 of the first argument that is a tensor of three or more dimensions.

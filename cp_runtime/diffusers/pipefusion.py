@@ -84,7 +84,7 @@ class StagedCalls(ShardedCalls):
             patches=config.num_pipeline_patch or config.pipefusion_degree,
             warmup_calls=config.warmup_steps,
         )
-        lane = config.batch.stage(config.pipefusion_degree).lane
+        lane = config.batch.stage(config.pipefusion_degree).pipeline_group
         self._pipeline = Pipeline(Stages(blocks, cut([b.nbytes for b in blocks], lane.size), lane), lane)
         self._lane, self._alone = lane, SequenceMesh(None)
         self._timestep, self._run = float("inf"), 0

@@ -116,7 +116,7 @@ def _some(names: Iterable[str]) -> str:
 REMEDY = "Call remove_context_parallel on all ranks, do this with whole weights, and call apply_context_parallel again."
 
 
-class SharedModel:
+class ShardedModel:
     """A model whose blocks are shared out over the ranks of a mesh.
 
     All ranks make it alike. Everything outside of the blocks is whole on every rank.

@@ -18,7 +18,7 @@ from torch import nn
 
 from ..compat import compiler_errors, compiler_settings
 from ..errors import CompileError
-from .attention.opaque import PLACE
+from .attention.opaque import COMPILING
 from .opaque_layers import make_opaque
 from .plan import ShardingPlan, find_modules, method_of
 from .weights.blocks import blocks_of
@@ -98,7 +98,7 @@ class CompiledBlocks:
 
     def _run(self, module: nn.Module, compiled: Callable[..., Any], layers: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
         cls = type(module)
-        PLACE.in_block, PLACE.local, PLACE.layers = True, 0, layers
+        COMPILING.in_block, COMPILING.local, COMPILING.layers = True, 0, layers
         try:
             if module in AS_THEY_ARE:
                 return cls.forward(module, *args, **kwargs)
@@ -115,7 +115,7 @@ class CompiledBlocks:
             self.failed(self._given_up[cls])
             return out
         finally:
-            PLACE.in_block, PLACE.local, PLACE.layers = False, 0, ()
+            COMPILING.in_block, COMPILING.local, COMPILING.layers = False, 0, ()
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..compat import not_compiled, not_compiled_itself
 from ..errors import PlanError
 from ..nested import rebuild
-from .attention.opaque import PLACE
+from .attention.opaque import COMPILING
 from .call import Planner, RunningCall
 from .mesh import SequenceMesh
 from .plan import AttentionRule, ModulePlan, ShardingPlan, argument_names, find_modules, method_of
@@ -155,8 +155,8 @@ class InstalledPlan(Generic[PlanT]):
 
     def _at_local(self, step: int, *_: Any) -> None:
         """Enter (1) or leave (-1) a module whose attention is local by the plan."""
-        if PLACE.in_block and torch.compiler.is_compiling():  # traced code must not look at the call
-            PLACE.local += step
+        if COMPILING.in_block and torch.compiler.is_compiling():  # traced code must not look at the call
+            COMPILING.local += step
         else:
             self._at_local_now(step)
 

@@ -321,10 +321,10 @@ class BatchMesh(SequenceMesh):
 
 
 class Stage(NamedTuple):
-    """One stage of a model, of several. `ranks`: that compute it. `lane`: one rank of each stage, the last stage first."""
+    """A stage of a model. `ranks`: that compute it. `pipeline_group`: one rank of each stage, the last stage first."""
 
     ranks: BatchMesh
-    lane: RankGroup
+    pipeline_group: RankGroup
 
 
 def reduced(shares: Shares) -> Shares:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import PlanError
-from .attention.opaque import PLACE
+from .attention.opaque import COMPILING
 
 
 def make_opaque(block: nn.Module) -> list[nn.Module]:
@@ -38,9 +38,9 @@ def linear(x: Tensor, layer: int, features: int) -> Tensor:
     Returns:
         `[..., features]` in x's dtype, contiguous.
     """
-    if not PLACE.in_block:
+    if not COMPILING.in_block:
         raise PlanError("a compiled block ran outside of a sharded call")
-    module = PLACE.layers[layer]
+    module = COMPILING.layers[layer]
     out: Tensor = type(module).forward(module, x)
     return out.contiguous()
 

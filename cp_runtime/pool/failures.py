@@ -109,12 +109,12 @@ def unforked(rank: int, server: ForkServer | OtherMachine, timeout: float) -> Po
     """Return the error for a rank that was not forked in time, by the fork server here or on another machine."""
     if not isinstance(server, ForkServer):
         return PoolTimeout(
-            f"the workers did not finish start within {timeout:g} s; the computer {server} has not started rank {rank}. They are "
+            f"start timed out after {timeout:g} s; the computer {server} has not started rank {rank}. They are "
             f"restarted on next use. {_SLOW['start']}"
         )
     doing = "does not answer" if server.ready else "still imports what they need"
     return PoolTimeout(
-        f"the workers did not finish start within {timeout:g} s; the process that they are forked from (pid {server.pid}, "
+        f"start timed out after {timeout:g} s; the process that they are forked from (pid {server.pid}, "
         f"{server.state}) {doing} and has not started rank {rank}. They are restarted on next use. {_SLOW['start']}"
     )
 
@@ -144,10 +144,7 @@ def missed_deadline(
         + (f", without a sign of life for {silent[rank]:.0f} s" if rank in silent else "")
         for rank, at in late.items()
     )
-    text = (
-        f"the workers did not finish {what} within {timeout:g} s; the one that got least far is {names[last]}. No report from "
-        f"{details}."
-    )
+    text = f"{what} timed out after {timeout:g} s; {names[last]} is furthest behind. No report from {details}."
     try:
         path = os.fsencode(collect_stacks(stacks, processes, text))
         found = f"Stacks of all ranks: {path.decode(errors='replace')}."  # texts with bytes that are not UTF-8 reach no browser

@@ -57,35 +57,35 @@ def is_p2p_disabled() -> bool:
     return os.environ.get(P2P_DISABLE, "0") not in ("", "0")
 
 
-class Ways:
+class BackendFallback:
     """The ways to connect the ranks of a config, without those that have failed. `fallback`: why the first one was given up."""
 
     def __init__(self, config: RuntimeConfig) -> None:
-        self._ranks, self._left, self.fallback = config.world_size, connections(config), ""
+        self._ranks, self._left, self.reason = config.world_size, connections(config), ""
 
     @property
     def current(self) -> Connection:
         """The way to take."""
         return self._left[0]
 
-    def give_up(self, why: str) -> bool:
+    def next(self, why: str) -> bool:
         """Drop the current way, which failed, and go on to the next; False where there is none."""
         if len(self._left) == 1:
             return False
-        self.fallback = f"ranks did not connect over {self._left.pop(0)} ({why})"
-        log.warning("%s; trying %s. %s", self.fallback, self.current, shm_advice(self._ranks))
+        self.reason = f"ranks did not connect over {self._left.pop(0)} ({why})"
+        log.warning("%s; trying %s. %s", self.reason, self.current, shm_advice(self._ranks))
         return True
 
 
-_of_machines: dict[tuple[Any, ...], Ways] = {}
+_of_machines: dict[tuple[Any, ...], BackendFallback] = {}
 
 
-def ways_of(config: RuntimeConfig) -> Ways:
+def fallback_of(config: RuntimeConfig) -> BackendFallback:
     """Return the ways to connect ranks on these devices. What has failed once in this process is not tried again."""
-    return _of_machines.setdefault((config.devices, *connections(config)), Ways(config))
+    return _of_machines.setdefault((config.devices, *connections(config)), BackendFallback(config))
 
 
-def forget_ways() -> None:
+def forget_fallbacks() -> None:
     """Try everything again: the user starts again, perhaps after a repair."""
     _of_machines.clear()
 

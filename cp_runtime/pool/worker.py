@@ -68,7 +68,7 @@ log = logging.getLogger("context_parallel.worker")
 IDLE = 1.0  # seconds without a message: the next call may take some milliseconds longer
 
 
-class Left(Exception):
+class CallCancelledOnRank(Exception):
     """The user cancelled: all ranks leave the call at the same module."""
 
 
@@ -171,7 +171,7 @@ class Worker:
         try:
             block, request = self._block(frame), frame.message
             return self._handlers[type(request)](request, block) or Done()  # type: ignore[index]  # `_block` has looked
-        except Left:
+        except CallCancelledOnRank:
             return Cancelled()
 
     def _answer(self, report: Report, frame: Frame) -> None:
@@ -259,7 +259,7 @@ class Worker:
         """Leave with all ranks if the user cancelled. `lead`: see `CancelPoints.leave`."""
         wait_for(self.device)  # if the host ran ahead, nothing would be left to cancel
         if self.cancel_points.leave(self._cancel_asked, lead):
-            raise Left
+            raise CallCancelledOnRank
 
     def compiling(self, part: int) -> None:
         """Note that a part of a model is compiled from now on. `part`: counts from 1; 0 = no more. That time does not count towards

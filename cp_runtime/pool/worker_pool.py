@@ -27,7 +27,7 @@ from .failures import connect_advice, connect_failure, death, missed_deadline, r
 from .forking import FORK_SERVERS, ForkServer, OtherMachine, OtherMachines, RankProcess, kill_all
 from .launcher import as_host, child_environment, starting
 from .messages import Cancel, Connect, Failure, Import, Measure, Probe, R, Ready, Report, Request, Shutdown, Value, all_of, pack
-from .peers import Connection, look_at_peers, ways_of
+from .peers import Connection, fallback_of, look_at_peers
 from .protocol import TensorPacker, read_tensor, unflatten
 
 log = logging.getLogger("context_parallel")
@@ -49,16 +49,16 @@ class WorkerPool:
     devices of.
 
     Attributes:
-        doing: the command that runs, or "start"; empty = none. From any thread.
+        command: the command that runs, or "start"; empty = none. From any thread.
         waiting_for: the ranks that have not reported on it.
         stage: of the start: "starting processes", "importing" what they need where no process has yet, "connecting" them.
         since: when the start began, in seconds since the epoch.
         imports: whether what ranks need had to be imported for this start, which takes most of its time.
-        did, did_until: the last command that was not brief, and when it ended, on the clock of `time.monotonic`.
+        last_command, last_command_ended: the last command that was not brief, and when it ended, on the clock of `time.monotonic`.
         backend: by which the ranks communicate; None until they are ready.
         measured, shares, device_names: of the ranks; none until they are ready.
         load_timeout: seconds that ranks may take to load a model, and for a call in which they bring it to their devices.
-        ways: how they may connect; its `fallback` says why they do not as they would by default.
+        fallback: how they may connect; its `reason` says why they do not as they would by default.
         peer_to_peer: whether their GPUs reach each other's memory; None before they connect and without NCCL.
     """
 
@@ -67,8 +67,8 @@ class WorkerPool:
         self._others = others if any(config.machines) else None
         self.world_size = config.world_size
         self.alive = False
-        self.doing, self.did = "start", ""
-        self.did_until = -math.inf
+        self.command, self.last_command = "start", ""
+        self.last_command_ended = -math.inf
         self.backend: str | None = None
         self.peer_to_peer: bool | None = None
         self.measured: Measured | None = None
@@ -80,7 +80,7 @@ class WorkerPool:
         self._startup_timeout, self._connect_timeout, self.load_timeout = (timeout_of(name, self.world_size) for name in TIMEOUTS)
         self._seq = self._sent = 0
         self._aborted = ""
-        self.ways = ways_of(config)
+        self.fallback = fallback_of(config)
         self.processes: list[RankProcess] = []
         self._open()
 
@@ -102,12 +102,12 @@ class WorkerPool:
         with self._doing("start"):
             while not self.alive:
                 try:
-                    self._start(self.ways.current, cancelled)
+                    self._start(self.fallback.current, cancelled)
                     self.alive = True
                 except BaseException as error:
                     self.kill()
                     why = connect_failure(error) if isinstance(error, PoolError) and self.stage == CONNECTING else ""
-                    if not (why and self.ways.give_up(why)):
+                    if not (why and self.fallback.next(why)):
                         raise
                     self._open()
 
@@ -215,13 +215,13 @@ class WorkerPool:
 
     @contextlib.contextmanager
     def _doing(self, what: str, brief: bool = False) -> Iterator[None]:
-        self.waiting_for, self.doing = list(range(self.world_size)), what
+        self.waiting_for, self.command = list(range(self.world_size)), what
         try:
             yield
         finally:
             if not brief:
-                self.did, self.did_until = what, time.monotonic()
-            self.doing = ""
+                self.last_command, self.last_command_ended = what, time.monotonic()
+            self.command = ""
 
     @contextlib.contextmanager
     def named_errors(self, command: str) -> Iterator[None]:

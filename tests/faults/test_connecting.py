@@ -43,10 +43,10 @@ def test_broken_peer_to_peer_transfers_are_done_without(machine, monkeypatch, ca
     monkeypatch.setattr(peers, "SHM_PER_RANK", 1 << 50)  # more than any machine has
     with started() as pool:
         assert (pool.backend, pool.peer_to_peer) == ("nccl", False)
-        assert pool.ways.fallback.startswith(
+        assert pool.fallback.reason.startswith(
             "ranks did not connect over nccl (DistBackendError: what ranks sent each other did not arrive"
         )
-    assert f"{pool.ways.fallback}; trying nccl with NCCL_P2P_DISABLE=1. /dev/shm has " in caplog.text
+    assert f"{pool.fallback.reason}; trying nccl with NCCL_P2P_DISABLE=1. /dev/shm has " in caplog.text
     assert "no peer-to-peer transfers with NCCL_P2P_DISABLE=1" in caplog.text
     assert caplog.text.count("--shm-size=1g or --ipc=host") == 2
     assert "NCCL_P2P_DISABLE" not in os.environ
@@ -57,11 +57,11 @@ def test_ranks_that_nccl_does_not_bring_together_use_gloo_and_so_do_the_next_one
     monkeypatch.setenv("CP_CONNECT_TIMEOUT", "2")
     with started() as pool:
         assert (pool.backend, pool.peer_to_peer) == ("gloo", None)
-        why = pool.ways.fallback
+        why = pool.fallback.reason
         assert why == "ranks did not connect over nccl with NCCL_P2P_DISABLE=1 (no answer in time)"
     caplog.clear()
     with started() as pool:
-        assert (pool.backend, pool.ways.fallback) == ("gloo", why)
+        assert (pool.backend, pool.fallback.reason) == ("gloo", why)
     assert "trying" not in caplog.text
 
 
@@ -77,7 +77,7 @@ def test_a_restart_tries_again_what_was_given_up(machine, monkeypatch):
     assert controller.restart().result(60)
     pool = controller.workers.pool
     try:
-        assert (pool.backend, pool.peer_to_peer, pool.ways.fallback) == ("nccl", True, "")
+        assert (pool.backend, pool.peer_to_peer, pool.fallback.reason) == ("nccl", True, "")
     finally:
         controller.close()
 

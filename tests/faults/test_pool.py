@@ -138,13 +138,13 @@ def test_connections_of_other_users_end_no_rank():
 def test_a_brief_command_leaves_what_the_ranks_did(monkeypatch):
     """Between the start and a load they are asked for their memory, and are shown as starting until they load."""
     with small_pool() as pool:
-        assert pool.did == "start"
+        assert pool.last_command == "start"
         with monkeypatch.context() as patch:
             patch.setattr(Echo, "brief", True)
             echo(pool, torch.ones(1))
-            assert pool.did == "start"
+            assert pool.last_command == "start"
         echo(pool, torch.ones(1))
-        assert pool.did == "echo"
+        assert pool.last_command == "echo"
 
 
 def test_time_in_which_ranks_are_not_told_yet_is_none_of_theirs(monkeypatch):

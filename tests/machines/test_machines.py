@@ -237,8 +237,8 @@ RANK_FAULTS = {
     "error": "rank 1 (pid {pid}) failed: RuntimeError: injected: error (on the computer pc2 (10.77.0.2))",
     "kill": "rank 1 (pid {pid}) failed: SIGKILL: on the computer pc2 (10.77.0.2): the process was ended by signal SIGKILL. The",
     "uncaught": "raise error\nBaseException: injected: uncaught",  # what it wrote last
-    "sleep": "the one that got least far is rank 1 (pid {pid})",
-    "stop": "the one that got least far is rank 1 (pid {pid})",
+    "sleep": "rank 1 (pid {pid}) is furthest behind",
+    "stop": "rank 1 (pid {pid}) is furthest behind",
 }
 
 

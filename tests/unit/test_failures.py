@@ -68,7 +68,7 @@ def test_others_do_not():
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
-        (PoolTimeout("the workers did not finish connecting"), "no answer in time"),
+        (PoolTimeout("connecting timed out"), "no answer in time"),
         (PoolError("ComfyUI is shutting down"), ""),
         (RankError(rank=0, pid=1, kind="DistBackendError", message="NCCL error\nin line 7"), "DistBackendError: NCCL error"),
         (RankError(rank=0, pid=1, kind="RuntimeError", message="NCCL commSplit failed"), "RuntimeError: NCCL commSplit failed"),
@@ -114,7 +114,7 @@ def test_what_is_said_to_users_needs_no_traceback(kind, traced):
 def test_a_start_that_hangs_names_the_remedies(monkeypatch):
     monkeypatch.setattr("cp_runtime.pool.failures.collect_stacks", lambda *_: "stacks.txt")
     error = missed_deadline("connecting", 20, {0: Progress()}, ended(0), [], advice())
-    for words in ("did not finish connecting within 20 s", "CP_CONNECT_TIMEOUT", "NCCL_P2P_DISABLE=1", "to auto"):
+    for words in ("connecting timed out after 20 s", "CP_CONNECT_TIMEOUT", "NCCL_P2P_DISABLE=1", "to auto"):
         assert words in str(error)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cp_runtime.comfy.ui.alone import WORDS as ALONE
+from cp_runtime.comfy.ui.single_device import WORDS as ALONE
 from cp_runtime.controller.placement import HELD
 from cp_runtime.controller.run_stats import OBSTACLES, UNITS, WORDS
 from cp_runtime.pool.settings import PLACEMENTS, STAGED

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...engine.attention.context_parallel import Attend
-from ...engine.attention.opaque import PLACE, Server, attention
+from ...engine.attention.opaque import COMPILING, Server, attention
 from ...engine.call import RunningCall
 from ..shared.attention import SAGE_MODES, attention_function
 
@@ -69,7 +69,7 @@ def attention_override(call: RunningCall, chosen: Callable[..., Tensor] | None =
         if compiling:
             out_BLHD = attention(
                 q, k, v, mask, func.__name__, kwargs.get("scale"), attn_precision, kwargs.get("enable_gqa", False),
-                kwargs.get("low_precision_attention", True), PLACE.local > 0,
+                kwargs.get("low_precision_attention", True), COMPILING.local > 0,
             )  # fmt: skip
         else:
             out_BLHD = _shared(call, func, q, k, v, mask, attn_precision, kwargs)

@@ -36,7 +36,7 @@ from ...engine.weights.blocks import Block
 from ...engine.weights.cast import memory_of, plain, settle
 from ...engine.weights.pages import give_back, inside, mapped, trim_heap
 from ...engine.weights.sharded import ShardedWeights
-from ...nested import alias, is_dressed, stored
+from ...nested import alias, is_plain_storage_subclass, stored
 from ..shared.loading import parameters_of
 from ..shared.patches import changes_shape
 from ..shared.recipe import Recipe
@@ -168,7 +168,7 @@ class FileWeightsPatcher(ModelPatcher):
 
 def patches_itself(weight: Tensor) -> bool:
     """Return whether a weight takes patches as an attribute, and its layer applies them whenever it makes numbers of its bytes."""
-    return is_dressed(weight) and hasattr(weight, "patches") and not stored(weight)[0].is_floating_point()
+    return is_plain_storage_subclass(weight) and hasattr(weight, "patches") and not stored(weight)[0].is_floating_point()
 
 
 def _as_dynamic(patcher: Any, key: str, device: torch.device | None) -> Tensor | None:
@@ -320,8 +320,8 @@ class StagedWeightsPatcher(PartialWeightsPatcher):
         whole = patcher.model_size()  # by its own class
         cls.adopt(patcher, recipe, progress)
         blocks = staged_blocks(patcher.model.diffusion_model, plan)
-        owners = cut([block.nbytes for block in blocks], stage.lane.size, shares)
-        number = stage.lane.size - 1 - stage.lane.rank
+        owners = cut([block.nbytes for block in blocks], stage.pipeline_group.size, shares)
+        number = stage.pipeline_group.size - 1 - stage.pipeline_group.rank
 
         def weights(device: torch.device) -> StagedWeights:
             return StagedWeights(blocks, owners, number, device, STAGED_REMEDY)

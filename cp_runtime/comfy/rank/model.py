@@ -72,7 +72,7 @@ class Mirror:
         """Its calls in stages, since its weights were last put on the device."""
         weights: StagedWeights = self.patcher.cp_stage
         if self._pipeline is None or self._pipeline[0] is not weights:
-            stages = Stages(weights.blocks, weights.owners, stage.lane, weights.lent)
+            stages = Stages(weights.blocks, weights.owners, stage.pipeline_group, weights.lent)
             self._pipeline = weights, Pipeline(stages, everyone, partial(room, device))
         return self._pipeline[1]
 

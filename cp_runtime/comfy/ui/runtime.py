@@ -28,8 +28,8 @@ from ...pool.forking import FORK_SERVERS
 from ...pool.launcher import child_environment
 from ...pool.peers import is_p2p_disabled, without_peer_access
 from ..shared.recipe import describe
-from .alone import Alone, why_alone, why_no_gpu
 from .residency import free_for_ranks
+from .single_device import SingleDeviceReason, single_device_reason, why_no_gpu
 
 log = logging.getLogger("context_parallel")
 
@@ -89,9 +89,9 @@ def prefer(changes: dict[str, Any]) -> None:
     CONTROLLER.journal.changed.set()
 
 
-def nothing_to_share() -> Alone | None:
+def nothing_to_share() -> SingleDeviceReason | None:
     """Return why one device computes alone here; None = there are several, or CPU ranks."""
-    return why_alone(device_inventory())
+    return single_device_reason(device_inventory())
 
 
 def found_devices() -> dict[str, Any]:

@@ -18,7 +18,7 @@ from ...controller.run_stats import Node
 from ...errors import ContextParallelError, bad_value
 from ...machines.wire import own_address
 from .runtime import CONTROLLER, OTHERS, add_machines, found_devices, prefer
-from .status import ending, said_of, status
+from .status import ending, node_text, status
 
 log = logging.getLogger("context_parallel")
 
@@ -156,7 +156,7 @@ class Events:
         for user, client in (before, self._user):
             # The browser leaves a text where it is, and takes no empty one.
             # One that is followed at once by another says how it ended, too.
-            self._say(ending(self._server, user) or (now["activity"] if user == node else said_of(user)), user, client)
+            self._say(ending(self._server, user) or (now["activity"] if user == node else node_text(user)), user, client)
 
     def _look_at_the_prompt(self) -> None:
         """Clear the status of the last run, once a prompt has begun that samples without this pack."""

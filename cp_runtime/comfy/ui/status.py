@@ -60,14 +60,16 @@ def status(server: Any) -> dict[str, Any]:
     return found | {
         "state": _state(pool, ranks, work),
         "activity": _activity(workers, loading),
-        "starting": None if pool.doing != "start" else {"since": pool.since, "stage": pool.stage, "last_took": workers.last_start},
+        "starting": None
+        if pool.command != "start"
+        else {"since": pool.since, "stage": pool.stage, "last_took": workers.last_start},
         # Finer, the part would be news too often.
         "loading": loading and {"model": loading[0], "part": None if loading[1] is None else round(loading[1], 2)},
         "compiling": bool(_compiling(pool)),
         "world_size": pool.world_size,
         "backend": pool.backend,
         "peer_to_peer": pool.peer_to_peer,
-        "fallback": pool.ways.fallback,
+        "fallback": pool.fallback.reason,
         "models": workers.models,
         "weights": workers.placements,
         "memory": workers.memory,
@@ -82,7 +84,7 @@ def _activity(workers: Workers, loading: tuple[str, float | None] | None) -> str
     """Return in words what the workers do at the moment, or did last."""
     pool = workers.pool
     waiting = pool.waiting_for
-    if pool.doing == "start":
+    if pool.command == "start":
         before = "" if workers.last_start is None else f" (took {workers.last_start:.0f} s last time)"
         return f"starting {pool.world_size} workers: {pool.stage}{before}…"
     if loading is not None:
@@ -98,7 +100,7 @@ def _activity(workers: Workers, loading: tuple[str, float | None] | None) -> str
     return _in_words(record, pool.world_size)
 
 
-def said_of(node: Node | None) -> str:
+def node_text(node: Node | None) -> str:
     """Return what the last sampling run took, in words, if it was that of a node; else an empty text."""
     workers, record = CONTROLLER.workers, CONTROLLER.journal.run.last
     if workers is None or record is None or record.node != node:
@@ -177,15 +179,15 @@ def _described(record: CallRecord) -> dict[str, Any]:
 def _work(server: Any, pool: WorkerPool) -> str:
     """Return the state of ranks that are well."""
     node = CONTROLLER.journal.node
-    recent = node is not None and ending(server, node) is None and time.monotonic() - pool.did_until < LINGER
-    return STATES.get(pool.doing) or STATES.get(pool.did if recent else "", "idle")
+    recent = node is not None and ending(server, node) is None and time.monotonic() - pool.last_command_ended < LINGER
+    return STATES.get(pool.command) or STATES.get(pool.last_command if recent else "", "idle")
 
 
 def _state(pool: WorkerPool, ranks: list[dict[str, Any]], work: str) -> str:
     if not pool.alive:
-        return "starting" if pool.doing == "start" else "failed"
+        return "starting" if pool.command == "start" else "failed"
     # A rank that imports or loads may hold the GIL for longer than SILENT.
-    lost = ("gone",) if pool.doing and (pool.doing != "call" or work == "loading") else ("gone", "silent")
+    lost = ("gone",) if pool.command and (pool.command != "call" or work == "loading") else ("gone", "silent")
     if any(rank["state"] in lost for rank in ranks):
         return "failed"
     return work
@@ -199,7 +201,7 @@ def _rank(workers: Workers, record: CallRecord | None, rank: int, state: str) ->
     culprit = failure is not None and failure.rank == rank
     if kernel in ("gone", "zombie", "dead"):
         state = "gone"
-        if not pool.alive and pool.doing != "start":  # somebody has noticed, and ended the others
+        if not pool.alive and pool.command != "start":  # somebody has noticed, and ended the others
             state = "failed" if culprit else "ended"
     elif since is not None and since > SILENT:
         state = "silent"

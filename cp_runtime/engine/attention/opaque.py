@@ -21,7 +21,7 @@ Server = Callable[..., Tensor]
 
 
 @dataclass
-class Place:
+class CompileContext:
     """Where in a block the compiler is.
 
     Attributes:
@@ -35,7 +35,7 @@ class Place:
     layers: Sequence[nn.Module] = ()
 
 
-PLACE = Place()
+COMPILING = CompileContext()
 _servers: list[Server] = []
 
 

@@ -26,7 +26,7 @@ from ..state import CallState
 from .stages import StagedCall
 
 
-class Kept:
+class KVCache:
     """Tensors with all tokens that one model keeps from one call to the next, for one conditioning. `allow`: called before the
     first tensors are kept, with the bytes of one attention's."""
 
@@ -63,7 +63,9 @@ class PatchCall(StagedCall):
         kept: of the model and the conditioning.
     """
 
-    def __init__(self, patch: int, patches: int, kept: Kept, plan: ShardingPlan, name: str, mesh: SequenceMesh, *rest: Any) -> None:
+    def __init__(
+        self, patch: int, patches: int, kept: KVCache, plan: ShardingPlan, name: str, mesh: SequenceMesh, *rest: Any
+    ) -> None:
         super().__init__(plan, name, mesh, *rest)
         size = mesh.size
         self.state = CallState(patch * size + mesh.rank, patches * size, self.gather, self.state.kept)

@@ -14,7 +14,7 @@ from ..collectives import RankGroup
 from ..config import PipelineSettings
 from ..mesh import SequenceMesh
 from ..state import CallState
-from .patches import Kept, PatchCall
+from .patches import KVCache, PatchCall
 from .stages import Arriving, StagedCall, Stages, Visit
 
 FORMS = 32  # of calls, that are remembered
@@ -58,7 +58,7 @@ class Pipeline:
         self._alone = SequenceMesh(None)
         self._surveys: dict[object, Survey] = {}  # by form
         self._replicates = False  # every rank holds all of some tokens
-        self._kept: dict[object, tuple[object, Kept, int]] = {}  # by conditioning: form, tensors, calls that have written them
+        self._kept: dict[object, tuple[object, KVCache, int]] = {}  # by conditioning: form, tensors, calls that have written them
         self._run = ""
         self.runs = self.patches = 0
 
@@ -114,11 +114,11 @@ class Pipeline:
             lacking += form != part.form or calls < max(1, settings.warmup_calls)
         return not self._everyone.largest(torch.tensor([lacking], device=self._everyone.device)).item()
 
-    def _kept_of(self, part: Part, parts: int) -> Kept:
+    def _kept_of(self, part: Part, parts: int) -> KVCache:
         """Return the tensors for a part, and count the call."""
         form, kept, calls = self._kept.get(part.conditioning, (None, None, 0))
         if kept is None or form != part.form:
-            kept, calls = Kept(lambda nbytes: self._check_room(nbytes * self.stages.own_blocks * parts)), 0
+            kept, calls = KVCache(lambda nbytes: self._check_room(nbytes * self.stages.own_blocks * parts)), 0
         self._kept[part.conditioning] = part.form, kept, calls + 1
         return kept
 

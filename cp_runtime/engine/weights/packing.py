@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...compat import tensor_without_storage
 from ...errors import PlanError
-from ...nested import dressed_as, is_dressed, stored, tensors
+from ...nested import dressed_as, is_plain_storage_subclass, stored, tensors
 
 ALIGNMENT = 256  # bytes; kernels want 16, CPU libraries 64, and CUDA allocates in steps of this
 
@@ -123,7 +123,7 @@ def round_up(number: int, step: int) -> int:
 def _build(weight: Tensor) -> Build:
     flatten = getattr(weight, "__tensor_flatten__", None)
     if flatten is None:
-        return partial(_dress, weight) if is_dressed(weight) else next
+        return partial(_dress, weight) if is_plain_storage_subclass(weight) else next
     names, context = flatten()
     inner, cls, size, stride = [_build(getattr(weight, name)) for name in names], type(weight), weight.size(), weight.stride()
 

@@ -45,7 +45,7 @@ def on_card(value):
 def in_stages(plan, arguments, options):
     """A call in exact stages, and three more in patches, where the model can: the first result."""
     blocks, settings = staged_blocks(plan.model, plan.plan), PipelineSettings(stages=world, patches=1)
-    stages = Stages(blocks, cut([block.nbytes for block in blocks], world), mesh.stage(world).lane)
+    stages = Stages(blocks, cut([block.nbytes for block in blocks], world), mesh.stage(world).pipeline_group)
     pipeline = Pipeline(stages, mesh.whole)
     out = staged_call(plan, pipeline, arguments, options, mesh, settings, batches=2)
     with suppress(PlanError):

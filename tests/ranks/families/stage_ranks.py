@@ -25,7 +25,7 @@ from cp_runtime.families import plan_for
 rank, world, (stages, batch_degree, patches, wanted) = start()
 exact, patched = (PipelineSettings(stages=int(stages), patches=number) for number in (1, int(patches)))
 mesh = BatchMesh(dist.group.WORLD)
-lane = mesh.stage(exact.stages).lane
+lane = mesh.stage(exact.stages).pipeline_group
 receive = lane.receive
 
 

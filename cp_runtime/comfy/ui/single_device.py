@@ -25,7 +25,7 @@ WORDS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Alone:
+class SingleDeviceReason:
     """One device computes, whatever the settings ask for; or CPUs do."""
 
     case: str  # key of WORDS
@@ -44,19 +44,25 @@ class Alone:
         return {**asdict(self), "words": self.words}
 
 
-def why_alone(
+def single_device_reason(
     inventory: DeviceInventory, platform: str = sys.platform, environment: Mapping[str, str] = os.environ
-) -> Alone | None:
+) -> SingleDeviceReason | None:
     """Return why one device computes alone on this machine; None = there are several, or CPU ranks."""
     if platform != "linux":
-        return Alone(case="platform")
+        return SingleDeviceReason(case="platform")
     if inventory.default_ranks > 1:
         return None
     hiding = next((name for name in HIDING if environment.get(name)), None)
-    return Alone(case="single") if hiding is None else Alone(case="hidden", variable=hiding, value=environment[hiding])
+    return (
+        SingleDeviceReason(case="single")
+        if hiding is None
+        else SingleDeviceReason(case="hidden", variable=hiding, value=environment[hiding])
+    )
 
 
-def why_no_gpu(inventory: DeviceInventory, flag: bool, built: bool, environment: Mapping[str, str] = os.environ) -> Alone | None:
+def why_no_gpu(
+    inventory: DeviceInventory, flag: bool, built: bool, environment: Mapping[str, str] = os.environ
+) -> SingleDeviceReason | None:
     """Return why ranks are CPU processes; None = there are accelerators.
 
     Args:
@@ -66,6 +72,10 @@ def why_no_gpu(inventory: DeviceInventory, flag: bool, built: bool, environment:
     if inventory.type != "cpu":
         return None
     if flag or not built:
-        return Alone(case="flag" if flag else "torch")
+        return SingleDeviceReason(case="flag" if flag else "torch")
     hiding = next((name for name in HIDING if name in environment), None)
-    return Alone(case="none") if hiding is None else Alone(case="all_hidden", variable=hiding, value=environment[hiding] or '""')
+    return (
+        SingleDeviceReason(case="none")
+        if hiding is None
+        else SingleDeviceReason(case="all_hidden", variable=hiding, value=environment[hiding] or '""')
+    )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cp_runtime.comfy.ui.alone import why_alone
+from cp_runtime.comfy.ui.single_device import single_device_reason
 from cp_runtime.pool.config import DeviceInventory
 
 
@@ -19,7 +19,7 @@ from cp_runtime.pool.config import DeviceInventory
 )
 def test_why_one_device_computes_alone(devices, platform, environment, words):
     kind, count = devices
-    alone = why_alone(DeviceInventory(type=kind, count=count), platform, environment)
+    alone = single_device_reason(DeviceInventory(type=kind, count=count), platform, environment)
     if words is None:
         assert alone is None
     else:
