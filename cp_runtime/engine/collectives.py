@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ class CommStats:
     """
 
     def __init__(self) -> None:
+        self._timed = True
         self.reset()
 
     def reset(self) -> None:
@@ -68,6 +70,16 @@ class CommStats:
         self.bytes[kind] += sent
         self.pending += 1
 
+    @contextmanager
+    def recording(self) -> Iterator[tuple[Counter[str], Counter[str]]]:
+        """Count collectives and bytes apart, by kind, and no time: inside, a device records what it does when it replays."""
+        before = self.counts, self.bytes, self.pending
+        self.counts, self.bytes, self._timed = Counter(), Counter(), False
+        try:
+            yield self.counts, self.bytes
+        finally:
+            (self.counts, self.bytes, self.pending), self._timed = before, True
+
     def wait(self, works: Sequence[Any], device: torch.device, on_host: bool) -> None:
         """Wait for the works of one collective, and add up the time."""
         if on_host or device.type == "cpu":
@@ -75,6 +87,9 @@ class CommStats:
             for work in works:
                 work.wait()
             self._seconds += time.perf_counter() - began
+        elif not self._timed:
+            for work in works:
+                work.wait()
         else:
             start, end = (torch.get_device_module(device).Event(enable_timing=True) for _ in range(2))
             start.record()

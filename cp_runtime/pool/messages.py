@@ -163,6 +163,7 @@ class CallOutcome:
     predicted_bytes: float = 0.0
     work: CallWork | None = None  # as far as the rank knows it; None for calls on all ranks by default
     prelude: float = 0.0  # seconds until the forward began
+    graphs: str = ""  # `engine.graphs.REPLAYED`, or why it was not, where that was asked for
     staged: Staged | None = None  # None where every rank computes all blocks
 
 
@@ -273,6 +274,7 @@ class Call(Packed[CallReport]):
     compile_or_raise: bool  # a block that cannot be compiled is an error
     cancel_every: int  # planned modules between two polls for Cancel; 0 = none
     pipeline: PipelineSettings | None = None  # of a model in stages
+    cuda_graphs: bool = False  # replay forwards, see `engine.graphs`
 
 
 @dataclass(frozen=True, kw_only=True)

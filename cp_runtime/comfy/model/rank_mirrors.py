@@ -24,6 +24,7 @@ from ...compat import compiler_counts
 from ...engine.collectives import RankGroup
 from ...engine.compiled import CompiledBlocks, CompileSettings, Failed
 from ...engine.cost import DegreePlanner
+from ...engine.graphs import Graphs
 from ...engine.hooks import InstalledPlan
 from ...engine.mesh import BatchMesh, SequenceMesh, Stage, reduced
 from ...engine.pipeline.pipeline import Pipeline
@@ -41,7 +42,7 @@ from ...pool.messages import AttachNetwork, Call, CallOutcome, Compiled, Load, L
 from ...pool.protocol import read_tensor, unflatten
 from ...pool.settings import OFFLOADED, STAGED, WHOLE
 from ...pool.tensor_cache import owned
-from ..forward.rank import run_sharded, run_staged, share_out, take_items
+from ..forward.rank import run_sharded, run_staged, share_out, take_items, why_not_recorded
 from ..forward.wire import decode_compile
 from ..memory.rank import FileWeightsPatcher, LoadProgress, SharedWeightsPatcher, StagedWeightsPatcher, available, forget, room
 from ..memory.rank_quantised import Experts, own_formats, shared_scales
@@ -74,6 +75,7 @@ class Mirror:
         files: that its weights are pages of.
         reserved: bytes of device memory that were left free for calls when its weights were last put there.
         compiled: its blocks, where calls ask for that.
+        graphs: its recorded forwards, where calls ask for that.
     """
 
     patcher: Any
@@ -85,6 +87,7 @@ class Mirror:
     files: ModelFiles
     reserved: float = 0.0
     compiled: CompiledBlocks | None = None
+    graphs: Graphs[tuple[CallState, DegreePlanner]] | None = None
     _pipeline: tuple[Any, Pipeline] | None = None  # and the weights that it is for
 
     @cached_property
@@ -118,6 +121,12 @@ class Mirror:
             self.weights.free_buffers()
         if self._pipeline is not None:
             self._pipeline[1].forget()
+        self.forget_graphs()
+
+    def forget_graphs(self) -> None:
+        """Give back the memory of recorded forwards: they are recorded anew."""
+        if self.graphs is not None:
+            self.graphs.drop()
 
     def compile(self, settings: CompileSettings | None, failed: Failed) -> None:
         """Have the blocks compiled from now on, or not. See `CompiledBlocks`."""
@@ -139,6 +148,7 @@ class Mirror:
         """Take the plan off, and with it what its transforms keep, and what was compiled."""
         if self.compiled is not None:
             self.compiled.remove()
+        self.forget_graphs()
         if "installed" in vars(self):
             self.installed.remove()
         forget(self.patcher)
@@ -254,25 +264,45 @@ class Mirrors:
         sequence = mesh.sequence(shares.taking_part)
         part = take_items(shares, arguments, mesh.index(shares.taking_part))
         in_place = {name: part.pop(name) for name in request.in_place if name in part}  # `LocalResiduals` copies even less
-        part = {**owned(part, self.device), **in_place}
-        planner = planner_for(sequence, members)
         latent = next(tensor.shape for name in leading for tensor in tensors(part[name]))
         needed = mirror.patcher.memory_required(list(latent)) * request.memory_scale * sequence.part
         self.free_buffers(keep=mirror)
         self.to_device(mirror, needed)
         mirror.compile(decode_compile(request.compile) if request.compile else None, _raise if request.compile_or_raise else _go_on)
         prelude = time.perf_counter() - began
+
+        def own(arguments: dict[str, Any]) -> dict[str, Any]:
+            return {**owned(arguments, self.device), **in_place}
+
+        def run(arguments: dict[str, Any]) -> tuple[Any, tuple[CallState, DegreePlanner]]:
+            planner = planner_for(sequence, members)
+            out, state = run_sharded(mirror.installed, forward, arguments, sequence, planner, on_module, mirror.weights)
+            return out, (state, planner)
+
         # Not inference_mode, which does not count changes in place: see `CallState.once`.
         with torch.no_grad(), shared_scales(mesh.whole) if mirror.formats else nullcontext():
             staged: Staged | None = None
+            graphs = ""
             if settings is None or stage is None:
-                out, state = run_sharded(mirror.installed, forward, part, sequence, planner, on_module, mirror.weights)
+                if request.cuda_graphs:
+                    graphs = why_not_recorded(request, mirror.placement, part, in_place, sequence, self.device)
+                if not request.cuda_graphs or graphs:
+                    mirror.forget_graphs()
+                    out, (state, planner) = run(own(part))
+                else:
+                    mirror.graphs = mirror.graphs or Graphs(mirror.model, self.device)
+                    key = request.method, request.sequence, split, shares.groups, request.compile and repr(request.compile)
+                    out, (state, planner) = mirror.graphs.call(key, part, own, run, mesh.whole, needed)
+                    graphs = mirror.graphs.told
             else:
+                planner = planner_for(sequence, members)
                 pipeline = mirror.pipeline(stage, everyone, self.device)
                 out, state = run_staged(
-                    mirror.installed, pipeline, forward, part, sequence, planner, settings, leading, may_share, on_module, on_run
-                )
+                    mirror.installed, pipeline, forward, own(part), sequence, planner, settings, leading, may_share, on_module,
+                    on_run,
+                )  # fmt: skip
                 staged = Staged(**pipeline.described(settings))
+                graphs = "the model is in stages" if request.cuda_graphs else ""
             ring, ulysses = planner.chosen or (1, 1)
             return shares.gather(out, mesh), CallOutcome(
                 degrees={"ulysses": ulysses, "ring": ring, "batch": shares.groups, **(staged.degrees if staged else {})},
@@ -284,6 +314,7 @@ class Mirrors:
                 predicted_bytes=planner.bytes_sent,
                 work=self._work(mirror, shares, items, planner, state) if staged is None else None,
                 prelude=prelude,
+                graphs=graphs,
                 staged=staged,
             )
 
@@ -320,6 +351,7 @@ class Mirrors:
         loaded = {id(loaded.model) for loaded in model_management.current_loaded_models}
         there = patcher.model.current_weight_patches_uuid == patcher.patches_uuid and all(id(each) in loaded for each in wanted)
         if not there or room_changes(mirror.reserved, needed, patcher.model.model_lowvram):
+            mirror.forget_graphs()  # before any weights make way; those of other models are gone
             with self.progress.loading(mirror.nbytes):
                 model_management.load_models_gpu(wanted, memory_required=needed)
             mirror.reserved = needed
