@@ -7,7 +7,7 @@ value among the arguments. Their tensors are copied into those that the recordin
 |---|---|
 | first | compute as ever |
 | second | the same, then record; nothing is computed or sent meanwhile |
-| third | compute, then replay with the same arguments; if the results differ, compute again, and take the difference of the two as what may differ |
+| third | compute, then replay the same; where that differs, compute again: the two may differ as well |
 | later | replay |
 
 Before each of them the ranks agree on the least that one of them can do, since a replay, a recording and a plain call must meet
@@ -20,6 +20,7 @@ What a replay waits for inside is not measured.
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -130,9 +131,9 @@ class Graphs(Generic[About]):
         self.told = self.refused or why
         return out, about
 
-    def drop(self) -> None:
-        """Forget all recordings, and give their memory back."""
-        if not self._recordings:
+    def drop(self, needed: float = math.inf) -> None:
+        """Forget all recordings, and give their memory back, unless so many bytes are free beside it."""
+        if not self._recordings or torch.cuda.mem_get_info(self._device)[0] >= needed:
             return
         for form in list(self._recordings):
             self._forget(form)

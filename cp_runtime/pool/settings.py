@@ -170,8 +170,8 @@ SETTINGS = {
     ),
     "cuda_graphs": Setting(
         False, "CUDA graphs",
-        "off = each GPU is told its work step by step. on = short calls are recorded and replayed at once, which is faster where many "
-        "GPUs share a small picture. The first calls of a size record and compare; a difference ends it. It takes memory. CP "
+        "off = each GPU is told its work step by step. on = short calls are recorded and replayed at once, which is faster where "
+        "many GPUs share a small picture. The first calls of a size record and compare; a difference ends it. It takes memory. CP "
         "Report says whether it was used, or why not.",
         advanced=True, optional=True,
     ),

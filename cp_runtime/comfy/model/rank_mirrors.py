@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -123,10 +124,10 @@ class Mirror:
             self._pipeline[1].forget()
         self.forget_graphs()
 
-    def forget_graphs(self) -> None:
-        """Give back the memory of recorded forwards: they are recorded anew."""
+    def forget_graphs(self, needed: float = math.inf) -> None:
+        """Give back the memory of recorded forwards, unless so many bytes are free beside it. They are recorded anew."""
         if self.graphs is not None:
-            self.graphs.drop()
+            self.graphs.drop(needed)
 
     def compile(self, settings: CompileSettings | None, failed: Failed) -> None:
         """Have the blocks compiled from now on, or not. See `CompiledBlocks`."""
@@ -271,7 +272,7 @@ class Mirrors:
         mirror.compile(decode_compile(request.compile) if request.compile else None, _raise if request.compile_or_raise else _go_on)
         prelude = time.perf_counter() - began
 
-        def own(arguments: dict[str, Any]) -> dict[str, Any]:
+        def copied(arguments: dict[str, Any]) -> dict[str, Any]:
             return {**owned(arguments, self.device), **in_place}
 
         def run(arguments: dict[str, Any]) -> tuple[Any, tuple[CallState, DegreePlanner]]:
@@ -288,17 +289,17 @@ class Mirrors:
                     graphs = why_not_recorded(request, mirror.placement, part, in_place, sequence, self.device)
                 if not request.cuda_graphs or graphs:
                     mirror.forget_graphs()
-                    out, (state, planner) = run(own(part))
+                    out, (state, planner) = run(copied(part))
                 else:
                     mirror.graphs = mirror.graphs or Graphs(mirror.model, self.device)
                     key = request.method, request.sequence, split, shares.groups, request.compile and repr(request.compile)
-                    out, (state, planner) = mirror.graphs.call(key, part, own, run, mesh.whole, needed)
+                    out, (state, planner) = mirror.graphs.call(key, part, copied, run, mesh.whole, needed)
                     graphs = mirror.graphs.told
             else:
                 planner = planner_for(sequence, members)
                 pipeline = mirror.pipeline(stage, everyone, self.device)
                 out, state = run_staged(
-                    mirror.installed, pipeline, forward, own(part), sequence, planner, settings, leading, may_share, on_module,
+                    mirror.installed, pipeline, forward, copied(part), sequence, planner, settings, leading, may_share, on_module,
                     on_run,
                 )  # fmt: skip
                 staged = Staged(**pipeline.described(settings))
@@ -351,7 +352,7 @@ class Mirrors:
         loaded = {id(loaded.model) for loaded in model_management.current_loaded_models}
         there = patcher.model.current_weight_patches_uuid == patcher.patches_uuid and all(id(each) in loaded for each in wanted)
         if not there or room_changes(mirror.reserved, needed, patcher.model.model_lowvram):
-            mirror.forget_graphs()  # before any weights make way; those of other models are gone
+            mirror.forget_graphs(needed if there else math.inf)  # before weights make way; those of other models are gone
             with self.progress.loading(mirror.nbytes):
                 model_management.load_models_gpu(wanted, memory_required=needed)
             mirror.reserved = needed

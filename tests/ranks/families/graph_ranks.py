@@ -1,6 +1,7 @@
 """Rank script: a sharded forward of Flux recorded as a CUDA graph, on fake CUDA devices with a stand-in for NCCL, one per rank.
 
-Rank 0 reports for every step the largest difference of a result from the plain call with the same numbers, and what every rank told.
+Rank 0 reports for every step the largest difference of a result from the plain call with the same numbers, what every rank told,
+and how many collectives and bytes it counted.
 Arguments: ring degree, Ulysses degree, rotate method.
 """
 
