@@ -11,7 +11,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -80,6 +82,24 @@ def parameter_slots(module: nn.Module) -> dict[str, Any]:
 def buffer_slots(module: nn.Module) -> dict[str, Any]:
     """Return the dict of a module's own buffers."""
     return module._buffers
+
+
+class DispatchMode(TorchDispatchMode):
+    """While one is active, every operation of torch passes its `__torch_dispatch__`."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+
+def memory_number(tensor: Tensor) -> int:
+    """Return a number that tensors of one memory share."""
+    number: int = tensor.untyped_storage()._cdata
+    return number
+
+
+def keep_number(tensor: Tensor) -> object:
+    """Return what keeps the number of a tensor's memory from going to another one, without keeping the memory."""
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 _failed: list[Any] = []

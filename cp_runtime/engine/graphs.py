@@ -12,7 +12,8 @@ value among the arguments. Their tensors are copied into those that the recordin
 
 Before each of them the ranks agree on the least that one of them can do, since a replay, a recording and a plain call must meet
 their like on the other ranks. So any rank may forget its recordings at any time: when weights move, or memory is needed. An
-error while recording, or a difference, is the end of it for the model: this rank never has a recording again, and all compute.
+error while recording, or a difference, is the end of it for the model: this rank never has a recording again, and all compute. So
+is a number that the model keeps from call to call, beside its weights: a replay would not notice that it is another one.
 
 What a replay waits for inside is not measured.
 """
@@ -30,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from ..compat import buffer_slots, parameter_slots, recorded
+from ..compat import DispatchMode, buffer_slots, keep_number, memory_number, parameter_slots, recorded
 from ..nested import map_tensors, stored, tensors
 from .collectives import CommStats, RankGroup, wait_for
 
@@ -46,12 +47,38 @@ Run = Callable[[Any], tuple[Any, About]]
 """A forward: arguments -> (output, what else there is to tell about the call)."""
 
 
+class Reads(DispatchMode):
+    """While active, notes the tensors of devices that operations read and that none of them made.
+
+    Attributes:
+        outside: one of each memory, which it keeps; by a number of the memory.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outside: dict[int, Tensor] = {}
+        self._made: dict[int, object] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {memory_number(part): part for tensor in tensors([args, kwargs or {}]) for part in stored(tensor)}
+        for number, tensor in given.items():
+            if tensor.device.type != "cpu" and number not in self._made:
+                self.outside.setdefault(number, tensor)
+        out = func(*args, **(kwargs or {}))
+        for tensor in tensors(out):
+            for part in stored(tensor):
+                if memory_number(part) not in given:
+                    self._made[memory_number(part)] = keep_number(part)
+        return out
+
+
 @dataclass
 class Recording(Generic[About]):
     """A recorded forward.
 
     Args:
         inputs, out: tensors that it reads and writes.
+        kept: others that it reads, beside weights.
         about: what its forward told.
         counts, nbytes: of the collectives in it, by kind.
         checked: a replay did what the forward does.
@@ -60,6 +87,7 @@ class Recording(Generic[About]):
     graph: Any
     inputs: list[Tensor]
     out: Any
+    kept: list[Tensor]
     about: About
     counts: Counter[str]
     nbytes: Counter[str]
@@ -174,14 +202,20 @@ class Graphs(Generic[About]):
         if not self._recordings:
             self._pool, self._addresses = torch.cuda.graph_pool_handle(), self._found()
         self._stream = self._stream or torch.cuda.Stream(self._device)
-        graph, read = torch.cuda.CUDAGraph(), list(tensors(inputs))
+        graph, given = torch.cuda.CUDAGraph(), list(tensors(inputs))
         try:
-            with stats.recording() as sent, recorded(graph, self._pool, self._stream):
+            with stats.recording() as sent, recorded(graph, self._pool, self._stream), Reads() as reads:
                 out, about = run(inputs)
         except Exception as error:  # noqa: BLE001  (whatever it is, the model runs without)
             self._refuse(f"recording failed: {_first_line(error)}")
+            return ""
+        known = set(map(memory_number, [*given, *self._weights()]))
+        kept = [tensor for number, tensor in reads.outside.items() if number not in known]
+        if strange := [tensor for tensor in kept if tensor.is_floating_point()]:  # others are positions
+            graph.reset()
+            self._refuse(f"the model reads {len(strange)} tensors that it keeps from call to call")
         else:
-            self._recordings[form] = Recording(graph, read, out, about, *sent)
+            self._recordings[form] = Recording(graph, given, out, kept, about, *sent)
         return ""
 
     def _check(

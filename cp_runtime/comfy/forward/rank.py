@@ -198,6 +198,8 @@ def why_not_recorded(
         return f"the weights are {placement}: every call fetches some"
     if PATCHES in options or OBJECTS in options or any(value is not None for value in in_place.values()):
         return "patches of a node, or a ControlNet, take part in the call"
+    if request.compile:
+        return "the blocks are compiled"
     if request.cancel_every:
         return "calls are so long that Cancel ends them, or the first of their kind"
     return ""

@@ -292,7 +292,7 @@ class Mirrors:
                     out, (state, planner) = run(copied(part))
                 else:
                     mirror.graphs = mirror.graphs or Graphs(mirror.model, self.device)
-                    key = request.method, request.sequence, split, shares.groups, request.compile and repr(request.compile)
+                    key = request.method, request.sequence, split, shares.groups
                     out, (state, planner) = mirror.graphs.call(key, part, copied, run, mesh.whole, needed)
                     graphs = mirror.graphs.told
             else:

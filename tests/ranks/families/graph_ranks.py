@@ -6,6 +6,7 @@ Arguments: ring degree, Ulysses degree, rotate method.
 """
 
 import os
+from contextlib import contextmanager
 
 os.environ["MKL_CBWR"] = "COMPATIBLE"  # the same bits, wherever numbers lie
 
@@ -110,6 +111,16 @@ def record_again():
     torch.cuda.mem_get_info = keep[0]
 
 
+@contextmanager
+def adding_what_is_kept():
+    """A layer adds numbers from before the call."""
+    kept = torch.zeros(1, device=card)
+    layer = next(module for module in model.modules() if isinstance(module, torch.nn.Linear))
+    handle = layer.register_forward_hook(lambda module, inputs, out: out + kept)
+    yield
+    handle.remove()
+
+
 keep = [None]
 with torch.no_grad():
     graphs = Graphs(model, card)
@@ -121,6 +132,9 @@ with torch.no_grad():
     other = Graphs(model, card)
     step("recording fails on one rank", [fault("end 1"), *((other, number) for number in range(4)), fault("")])
     step("it stays so", [(other, 5), (other, 1, 2)])
+    keeping = Graphs(model, card)
+    with adding_what_is_kept():
+        step("a model that keeps numbers", [(keeping, number) for number in range(4)])
     third = Graphs(model, card)
     step("a replay differs on one rank", [fault("differ 1"), *((third, number) for number in range(5)), fault("")])
 finish()

@@ -52,6 +52,12 @@ def test_what_one_rank_cannot_record_none_replays(steps):
     assert steps["it stays so"]["told"][0][-1] == "another rank cannot"
 
 
+def test_a_model_that_keeps_numbers_is_not_recorded(steps):
+    """Another prompt would change them, and the comparison was before."""
+    told = steps["a model that keeps numbers"]["told"]
+    assert all(each[1:] == ["the model reads 1 tensors that it keeps from call to call"] * 3 for each in told)
+
+
 def test_a_difference_is_the_end_of_it(steps):
     """Also on ranks that got something wrong from another one."""
     told = steps["a replay differs on one rank"]["told"]
