@@ -38,7 +38,7 @@ AT_FULL_LENGTH = [
         for name in ("accelerators", "compiled", "families", "host_memory", "nodes", "patches", "quantised", "vae")
     ),
     *(f"tests/ranks/api/test_{name}.py" for name in ("api", "diffusers")),
-    *(f"tests/ranks/families/test_{name}.py" for name in ("cards", "compiled", "stages")),
+    *(f"tests/ranks/families/test_{name}.py" for name in ("cards", "compiled", "graphs", "stages")),
     "tests/ranks/attention/test_attention.py",
     "tests/ranks/vae/test_vae.py",
     *(f"tests/ranks/weights/test_{name}.py" for name in ("patched", "staged_weights")),

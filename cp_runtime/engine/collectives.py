@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ class CommStats:
 
     def __init__(self) -> None:
         self._spare: defaultdict[torch.device, list[Any]] = defaultdict(list)  # pairs of events, which take longer to make
+        self._timed = True
         self.reset()
 
     def reset(self) -> None:
@@ -70,6 +72,16 @@ class CommStats:
         self.bytes[kind] += sent
         self.pending += 1
 
+    @contextmanager
+    def recording(self) -> Iterator[tuple[Counter[str], Counter[str]]]:
+        """Count collectives and bytes apart, by kind, and no time: inside, a device records what it does when it replays."""
+        before = self.counts, self.bytes, self.pending
+        self.counts, self.bytes, self._timed = Counter(), Counter(), False
+        try:
+            yield self.counts, self.bytes
+        finally:
+            (self.counts, self.bytes, self.pending), self._timed = before, True
+
     def wait(self, works: Sequence[Any], device: torch.device, on_host: bool) -> None:
         """Wait for the works of one collective, and add up the time. `on_host`: that of the host."""
         if on_host:
@@ -77,6 +89,9 @@ class CommStats:
             for work in works:
                 work.wait()
             self._seconds += time.perf_counter() - began
+        elif not self._timed:
+            for work in works:
+                work.wait()
         else:
             spare = self._spare[device]
             start, end = spare.pop() if spare else [torch.get_device_module(device).Event(enable_timing=True) for _ in range(2)]

@@ -3,6 +3,7 @@
 float32 throughout, so that the latents are those of the stock graph on one card.
 """
 
+import re
 from dataclasses import replace
 
 import psutil
@@ -82,6 +83,26 @@ def test_two_cards_are_as_one(card_server, case):
     assert_close(ours, stock, BOUND)
     status = card_server.status()
     assert (status["backend"], [rank["device"] for rank in status["ranks"]]) == ("nccl", ["cuda:0", "cuda:1"])
+
+
+def test_forwards_are_replayed_as_graphs(card_server):
+    """From the fourth call on; a patch of another node, whose values nobody knows, is in none."""
+
+    def run(graphs, **more):
+        cp = {**CASES["Flux"][1], "cuda_graphs": graphs}
+        result = card_server.run(flux_prompt(node="CPSampler", steps=6, cp=cp, **more)).check()
+        return card_server.latent(result).float(), result.report["cuda_graphs"]
+
+    expected, nothing = run(False)
+    assert nothing is None
+    outs, told = zip(*(run(True) for _ in range(2)), strict=True)
+    for out in outs:
+        assert_close(out, expected, BOUND)
+    assert told[1]["replayed"] > told[0]["replayed"] > 0
+    assert re.fullmatch(r"CUDA graphs: \d of 6 calls replayed.*", told[1]["words"])
+    patched = {"after_apply": [("TestPatch", {"kind": "post_input"})]}
+    _, refused = run(True, **patched)
+    assert (refused["replayed"], refused["reason"]) == (0, "patches of a node, or a ControlNet, take part in the call")
 
 
 @pytest.mark.parametrize(("name", "method"), VAES)

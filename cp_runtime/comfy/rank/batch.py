@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...engine.collectives import RankGroup
 from ...engine.mesh import BatchMesh, SequenceMesh, Stage
@@ -68,6 +68,20 @@ class CallPart:
     def sequence(self) -> SequenceMesh:
         """The ranks that share a sequence with this one."""
         return self.mesh.sequence(self.shares.groups)
+
+
+class Given(NamedTuple):
+    """What a rank is given for a call.
+
+    Args:
+        arguments: its part of them, which may lie in memory of the message.
+        in_place: those that the forward may read there.
+        needed: bytes that the call may take.
+    """
+
+    arguments: dict[str, Any]
+    in_place: dict[str, Any]
+    needed: float
 
 
 def part_of(plan: FamilyPlan, request: Call, arguments: dict[str, Any], mesh: BatchMesh, alone: bool) -> CallPart | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -21,6 +22,7 @@ from comfy import model_management
 from torch import Tensor
 
 from ...engine.cost import CallWork, DegreePlanner
+from ...engine.graphs import Graphs
 from ...engine.mesh import BatchMesh, SequenceMesh
 from ...engine.state import CallState
 from ...engine.weights.pages import trim_heap
@@ -37,9 +39,9 @@ from ..shared.modules import layers_of
 from ..shared.patches import decode_weight_patches
 from ..shared.recipe import Recipe, is_inside
 from ..shared.weights import dtypes_of, network_of, sample_weights, weight_patches_digest
-from .batch import CallPart, part_of, take_items
+from .batch import CallPart, Given, part_of, take_items
 from .factory import call_factory
-from .forward import run_sharded, run_staged
+from .forward import run_sharded, run_staged, why_not_recorded
 from .memory import FileWeightsPatcher, LoadProgress, ShardedWeightsPatcher, StagedWeightsPatcher, available, forget, room
 from .model import Mirror
 from .patches import ATTACHED, attach_network
@@ -144,46 +146,66 @@ class Mirrors:
             return None, CallOutcome(
                 idle=True, degrees=ALONE, at_work=request.ranks, room=room(self.device), compiled=mirror.compilation
             )
-        planner = planner_for(part.sequence, part.mesh.members(part.shares.groups))
-        taken = self._prepare(mirror, request, part, arguments)
+        given = self._prepare(mirror, request, part, arguments)
+        planner = partial(planner_for, part.sequence, part.mesh.members(part.shares.groups))
         prelude = time.perf_counter() - began
         # Not inference_mode, which does not count changes in place: see `CallState.once`.
         with torch.no_grad(), shared_scales(part.mesh.whole) if mirror.formats else nullcontext():
-            return self._run(mirror, request, part, taken, planner, (on_module, on_run), prelude)
+            return self._run(mirror, request, part, given, planner, (on_module, on_run), prelude)
 
-    def _prepare(self, mirror: Mirror, request: Call, part: CallPart, arguments: dict[str, Any]) -> dict[str, Any]:
+    def _prepare(self, mirror: Mirror, request: Call, part: CallPart, arguments: dict[str, Any]) -> Given:
         """Put the weights on the device, and leave room for the call; return this rank's part of the arguments."""
         taken = take_items(part.shares, arguments, part.mesh.index(part.shares.groups))
         in_place = {name: taken.pop(name) for name in request.in_place if name in taken}  # `LocalResiduals` copies even less
-        taken = {**owned(taken, self.device), **in_place}
         latent = next(tensor.shape for name in request.leading for tensor in tensors(taken[name]))
+        needed = mirror.patcher.memory_required(list(latent)) * request.memory_scale * part.sequence.part
         self.free_buffers(keep=mirror)
-        self.to_device(mirror, mirror.patcher.memory_required(list(latent)) * request.memory_scale * part.sequence.part)
+        self.to_device(mirror, needed)
         mirror.compile(decode_compile(request.compile) if request.compile else None, _raise if request.compile_or_raise else _go_on)
-        return taken
+        return Given(taken, in_place, needed)
 
     def _run(
         self,
         mirror: Mirror,
         request: Call,
         part: CallPart,
-        arguments: dict[str, Any],
-        planner: DegreePlanner,
+        given: Given,
+        new_planner: Callable[[], DegreePlanner],
         notes: tuple[Callable[[], None], Callable[[int], bool]],
         prelude: float,
     ) -> tuple[Any, CallOutcome]:
-        """Run the forward, in stages or not; return what `call` does. `notes`: its `on_module` and `on_run`."""
+        """Run the forward, in stages or not, or replay it; return what `call` does. `notes`: its `on_module` and `on_run`."""
         forward, settings, began = getattr(mirror.model, request.method), request.pipeline, time.perf_counter()
-        staged: Staged | None = None
-        if settings is None or part.stage is None:
+
+        def own(arguments: dict[str, Any]) -> dict[str, Any]:
+            return {**owned(arguments, self.device), **given.in_place}
+
+        def run(arguments: dict[str, Any]) -> tuple[Any, tuple[CallState, DegreePlanner]]:
+            planner = new_planner()
             out, state = run_sharded(mirror.installed, forward, arguments, part.sequence, planner, notes[0], mirror.weights)
+            return out, (state, planner)
+
+        staged: Staged | None = None
+        graphs = ""
+        if settings is None or part.stage is None:
+            if request.cuda_graphs:
+                graphs = why_not_recorded(request, mirror.placement, given.arguments, given.in_place, part.sequence, self.device)
+            if not request.cuda_graphs or graphs:
+                mirror.forget_graphs()
+                out, (state, planner) = run(own(given.arguments))
+            else:
+                mirror.graphs = mirror.graphs or Graphs(mirror.model, self.device)
+                key = request.method, request.sequence, request.ranks, part.shares.groups
+                out, (state, planner) = mirror.graphs.call(key, given.arguments, own, run, part.mesh.whole, given.needed)
+                graphs = mirror.graphs.told
         else:
+            planner, graphs = new_planner(), "the model is in stages" if request.cuda_graphs else ""
             pipeline = mirror.pipeline(part.stage, part.everyone, self.device)
             out, state = run_staged(
                 mirror.installed,
                 pipeline,
                 forward,
-                arguments,
+                own(given.arguments),
                 part.sequence,
                 planner,
                 settings,
@@ -205,6 +227,7 @@ class Mirrors:
             work=self._work(mirror, part, planner, state) if staged is None else None,
             prelude=prelude,
             host=0.0 if self.device.type == "cpu" else launched,
+            graphs=graphs,
             staged=staged,
         )
 
@@ -241,6 +264,7 @@ class Mirrors:
         loaded = {id(loaded.model) for loaded in model_management.current_loaded_models}
         there = patcher.model.current_weight_patches_uuid == patcher.patches_uuid and all(id(each) in loaded for each in wanted)
         if not there or room_changes(mirror.reserved, needed, patcher.model.model_lowvram):
+            mirror.forget_graphs(needed if there else math.inf)  # before weights make way; those of other models are gone
             with self.progress.loading(mirror.nbytes):
                 model_management.load_models_gpu(wanted, memory_required=needed)
             mirror.reserved = needed

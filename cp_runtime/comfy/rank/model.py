@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -12,10 +13,13 @@ from torch import nn
 from ...compat import compiler_counts
 from ...engine.collectives import RankGroup
 from ...engine.compiled import CompiledBlocks, CompileSettings, Failed
+from ...engine.cost import DegreePlanner
+from ...engine.graphs import Graphs
 from ...engine.hooks import InstalledPlan
 from ...engine.mesh import Stage
 from ...engine.pipeline.pipeline import Pipeline
 from ...engine.pipeline.stages import StagedWeights, Stages
+from ...engine.state import CallState
 from ...engine.weights.sharded import ShardedWeights
 from ...families import plan_for
 from ...families.family import FamilyPlan
@@ -38,6 +42,7 @@ class Mirror:
         files: that its weights are pages of.
         reserved: bytes of device memory that were left free for calls when its weights were last put there.
         compiled: its blocks, where calls ask for that.
+        graphs: its recorded forwards, where calls ask for that.
     """
 
     patcher: Any
@@ -49,6 +54,7 @@ class Mirror:
     files: ModelFiles
     reserved: float = 0.0
     compiled: CompiledBlocks | None = None
+    graphs: Graphs[tuple[CallState, DegreePlanner]] | None = None
     _pipeline: tuple[Any, Pipeline] | None = None  # and the weights that it is for
 
     @cached_property
@@ -82,6 +88,12 @@ class Mirror:
             self.weights.free_buffers()
         if self._pipeline is not None:
             self._pipeline[1].forget()
+        self.forget_graphs()
+
+    def forget_graphs(self, needed: float = math.inf) -> None:
+        """Give back the memory of recorded forwards, unless so many bytes are free beside it. They are recorded anew."""
+        if self.graphs is not None:
+            self.graphs.drop(needed)
 
     def compile(self, settings: CompileSettings | None, failed: Failed) -> None:
         """Have the blocks compiled from now on, or not. See `CompiledBlocks`."""
@@ -103,6 +115,7 @@ class Mirror:
         """Take the plan off, and with it what its transforms keep, and what was compiled."""
         if self.compiled is not None:
             self.compiled.remove()
+        self.forget_graphs()
         if "installed" in vars(self):
             self.installed.remove()
         forget(self.patcher)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...controller.placement import HELD
 from ...controller.run_stats import UNITS, CallRecord, RunStats
+from ...engine.graphs import REPLAYED
 from ...errors import bad_value
 from ...families import plan_for
 from ...pool.config import RuntimeConfig
@@ -101,6 +102,7 @@ def _of_ranks(model: ContextParallelPatcher, run: RunStats, last: CallRecord) ->
         "pipeline": _pipeline(model.cp_config, run, last),
         # Of the last call: kinds of compiled blocks, those that are not and why, and what rank 0 has compiled since it started.
         "compiled": {"kinds": compiled.kinds, "left": compiled.left, **compiled.counts},
+        "cuda_graphs": _graphs(config, run, last),
         "communication_share": round(run.waiting_share, 4),
         # Means, so that they add up. Of rank 0, per call. Predicted by the cost model, for attention alone.
         "communication": {
@@ -158,6 +160,15 @@ def _pipeline(config: RuntimeConfig, run: RunStats, last: CallRecord) -> dict[st
     }
 
 
+def _graphs(config: RuntimeConfig, run: RunStats, last: CallRecord) -> dict[str, Any] | None:
+    """Return how many calls were replayed, and of the last call why it was not; None where the config does not ask for it."""
+    if not config.cuda_graphs:
+        return None
+    why = "" if last.graphs == REPLAYED else last.graphs
+    words = f"CUDA graphs: {run.replayed} of {run.done + (run.done < run.calls)} calls replayed" + (f"; {why}" if why else "")
+    return {"replayed": run.replayed, "reason": why, "words": words}
+
+
 def _rounded(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 4)
 
@@ -190,6 +201,7 @@ def summarise(report: dict[str, Any]) -> list[str]:
         f"{report['family']} on {report['world_size']} ranks ({axes(report['degrees'], report['at_work'])})",
         *([report["weights"]["words"]] if report["weights"] else []),
         *([f"this call ran on {report['choice']['words']}"] if report["choice"] else []),
+        *([report["cuda_graphs"]["words"]] if report["cuda_graphs"] else []),
         f"{report['communication_share']:.0%} of a call waiting for other devices and for the link",
     ]
     if report["seconds_per_call"] is not None:
