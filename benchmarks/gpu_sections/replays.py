@@ -53,7 +53,7 @@ def _compare(section: Section, server: Server, name: str, graph: partial[Prompt]
     told = after["cuda_graphs"]
     section.check(
         name,
-        differs <= NOISE * noise and told["replayed"] > after["calls"] / 2,
+        differs <= NOISE * noise and (section.rehearse or told["replayed"] > after["calls"] / 2),  # a CPU's calls may be too long
         largest=differs,
         noise=noise,
         replayed=[each["cuda_graphs"]["replayed"] for each in (during, after)],

@@ -19,7 +19,7 @@ from gpu_sections import GROUPS, SECTIONS  # noqa: E402
 from gpu_sections.section import NEEDS_CARD, WHOLE, Section, anonymous, markdown, read  # noqa: E402
 
 SLEEPER = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)"
-LONG = ("vae", "memory", "compiled", "timing", "several", "faults", "nccl_ranks")
+LONG = ("vae", "memory", "compiled", "timing", "several", "faults", "nccl_ranks", "cuda_graphs")
 REHEARSED = [name for name in SECTIONS if SOAK or name not in LONG]
 """`make soak` and `make gpu-check GPU_CHECK_ARGS=--rehearse` have all of them."""
 CODES = {
@@ -65,7 +65,7 @@ def test_results_of_other_sections_stay(tmp_path):
 def test_groups_and_sections_are_run_once_within_their_limits(tmp_path):
     asked = Namespace(sections=["fourth", "vae", "timing"], limits=2.5, rehearse=False, few=True)
     found = planned(asked, tmp_path)
-    assert list(found) == ["compiled", "timing", "vae"]
+    assert list(found) == ["compiled", "timing", "cuda_graphs", "vae"]
     assert [seconds for seconds, _ in found.values()] == [2.5 * SECTIONS[name] for name in found]
     assert "--few" in found["compiled"][1]
 
