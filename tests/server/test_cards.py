@@ -86,7 +86,7 @@ def test_two_cards_are_as_one(card_server, case):
 
 
 def test_forwards_are_replayed_as_graphs(card_server):
-    """From the fourth call on; a patch of another node, whose values nobody knows, is in none."""
+    """From the fourth call on; those with a ControlNet are not."""
 
     def run(graphs, **more):
         cp = {**CASES["Flux"][1], "cuda_graphs": graphs}
@@ -101,8 +101,7 @@ def test_forwards_are_replayed_as_graphs(card_server):
     slow = "calls are so long"  # where this machine has other work
     assert told[1]["replayed"] > 0 or any(each["reason"].startswith(slow) for each in told), told
     assert re.fullmatch(r"CUDA graphs: \d of 6 calls replayed.*", told[1]["words"])
-    patched = {"after_apply": [("TestPatch", {"kind": "post_input"})]}
-    _, refused = run(True, **patched)
+    _, refused = run(True, control={})
     assert (refused["replayed"], refused["reason"]) == (0, "patches of a node, or a ControlNet, take part in the call")
 
 
