@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -113,7 +112,17 @@ def memory_number(tensor: Tensor) -> int:
 
 def keep_number(tensor: Tensor) -> object:
     """Return what keeps the number of a tensor's memory from going to another one, without keeping the memory."""
-    return StorageWeakRef(tensor.untyped_storage())
+    return _WeakMemory(tensor)
+
+
+class _WeakMemory:
+    """A weak reference to a tensor's memory."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._number: Any = tensor.untyped_storage()._weak_ref()
+
+    def __del__(self, free: Callable[[Any], None] = torch.UntypedStorage._free_weak_ref) -> None:  # also at exit
+        free(self._number)
 
 
 _failed: list[Any] = []
