@@ -38,14 +38,14 @@ def sections(folder, seconds=5.0, **codes):
 
 def test_a_section_that_fails_or_hangs_does_not_stop_the_next(tmp_path):
     began = time.monotonic()
-    assert not run(sections(tmp_path, 2.0, **CODES), tmp_path)
-    assert time.monotonic() - began < 20
+    assert not run(sections(tmp_path, 6.0, **CODES), tmp_path)
+    assert time.monotonic() - began < 40
     lines = {line["section"]: line for line in read(tmp_path / RESULTS)}
     assert {name: line["result"] for name, line in lines.items()} == {
         "raises": "failed", "hangs": "timed out", "dies": "failed", "is fine": "ok"
     }  # fmt: skip
     assert "it went wrong" in lines["raises"]["reason"]
-    assert "ended after 2 s" in lines["hangs"]["reason"]
+    assert "ended after 6 s" in lines["hangs"]["reason"]
     assert "SIGABRT" in lines["dies"]["reason"]
     left = [process for process in psutil.process_iter(["cmdline"]) if "time.sleep(600)" in " ".join(process.info["cmdline"] or ())]
     assert left == []
