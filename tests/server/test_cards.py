@@ -95,12 +95,13 @@ def test_forwards_are_replayed_as_graphs(card_server):
 
     expected, nothing = run(False)
     assert nothing is None
-    outs, told = zip(*(run(True) for _ in range(2)), strict=True)
-    for out in outs:
+    told = []
+    while len(told) < 2 or (not told[-1]["replayed"] and len(told) < 8):  # a long call in between, on a busy machine, begins anew
+        out, said = run(True)
         assert_close(out, expected, BOUND)
-    slow = "calls are so long"  # where this machine has other work
-    assert told[1]["replayed"] > 0 or any(each["reason"].startswith(slow) for each in told), told
-    assert re.fullmatch(r"CUDA graphs: \d of 6 calls replayed.*", told[1]["words"])
+        told.append(said)
+    assert told[-1]["replayed"] > 0, told
+    assert re.fullmatch(r"CUDA graphs: \d of 6 calls replayed.*", told[-1]["words"])
     _, refused = run(True, control={})
     assert (refused["replayed"], refused["reason"]) == (0, "patches of a node, or a ControlNet, take part in the call")
 
