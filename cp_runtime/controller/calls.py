@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..engine.compiled import CompileSettings
 from ..engine.cost import CallWork
 from ..nested import tensors
 from ..pool.messages import Load, Loaded
@@ -34,8 +35,8 @@ class ModelState(Protocol):
         """The memory that it takes of the devices."""
 
     @property
-    def path(self) -> str:
-        """Its file."""
+    def name(self) -> str:
+        """Its file, as ComfyUI's loaders show it."""
 
     def request(self, placement: str, device_bytes: int) -> tuple[Load, TensorPacker]:
         """Return the request to hold it, with the tensors of its weight patches. `device_bytes`: of weights on each rank's
@@ -59,8 +60,7 @@ class ModelCall:
     mixes_batch: bool = False  # a patch of another node needs all items of the batch
     networks: Mapping[str, nn.Module] = field(default_factory=dict)  # that patches in the arguments refer to, by key
     memory_scale: float = 1.0  # how many times the memory that ComfyUI expects for its latent alone the call may need
-    # What `torch.compile` is told about the model's blocks, in wire form; None = they are not compiled
-    compile: dict[str, Any] | None = None
+    compile: CompileSettings | None = None  # of the model's blocks; None = they are not compiled
     sampling: bool = True  # it belongs to a sampling run; the calls of a VAE do not
 
     def kind(self, key: str) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -165,12 +163,6 @@ class Shortages:
     def forget(self) -> None:
         """Forget everything: the user starts again, perhaps with more memory."""
         self._tried.clear()
-
-
-def name_of(path: str, folders: Collection[str]) -> str:
-    """Return the name of a model file as ComfyUI's loaders show it: its path in the innermost of these folders."""
-    inside = [os.path.relpath(path, folder) for folder in folders if path.startswith(os.path.join(folder, ""))]
-    return min(inside, key=len, default=os.path.basename(path))
 
 
 def asked_of(config: RuntimeConfig) -> tuple[str, float, int]:

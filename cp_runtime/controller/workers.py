@@ -28,7 +28,7 @@ from ..timing.prediction import Ranks, Run
 from ..timing.times import Times, digest
 from .calls import ModelCall, ModelState, Pace
 from .journal import Failure
-from .placement import GB, Choice, Resident, Shortages, asked_of, choose, held_parts, name_of, next_smaller
+from .placement import GB, Choice, Resident, Shortages, asked_of, choose, held_parts, next_smaller
 from .run_stats import CallRecord, Node, RunStats, unit_of
 
 log = logging.getLogger("context_parallel")
@@ -220,7 +220,7 @@ class Workers:
         request, packer = target.request(choice.placement, held)
         request = replace(request, stages=stages, travelled=any(self.pool.config.machines))
         self._resident.pop(target.key, None)
-        name = self._model = name_of(target.path, self.pool.site.arguments["model_folders"])
+        name = self._model = target.name
         self._on_change()
         try:
             with contextlib.closing(SharedBlock()) as memory:  # not that of messages: the ranks keep it

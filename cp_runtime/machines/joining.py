@@ -25,7 +25,6 @@ from .meeting import being_met
 from .relay import Place, Relay
 from .wire import Code, Refused, Wire
 
-NO_MODELS = ("custom_nodes", "datasets", "configs")
 _MOST = 1 << 40  # bytes of a packet from ComfyUI, such as patches of weights
 
 
@@ -50,10 +49,7 @@ def run(argv: Sequence[str]) -> NoReturn:
         sys.exit(str(error))
     kind = "cpu" if "--cpu" in options or not torch.accelerator.is_available() else _kind()
     folders = _model_folders(comfyui, options)
-    nodes = folders.pop("custom_nodes", [])
-    models = sorted({folder for name, kept in folders.items() if name not in NO_MODELS for folder in kept})
-    site = WorkerSite(service="", arguments={"model_folders": models, "node_folders": nodes}, path=(comfyui,))
-    place = Place(given.name, kind, devices_of(kind), folders, site)
+    place = Place(given.name, kind, devices_of(kind), folders, WorkerSite(path=(comfyui,)))
     facts, said = facts_of(comfyui, kind), ""
     _say(f"{place.name}: {', '.join(place.devices)}, torch {facts['torch']}, ComfyUI {facts['comfyui']}. Ctrl-C ends it.")
     while True:

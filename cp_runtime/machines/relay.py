@@ -134,7 +134,6 @@ class Relay:
         ranks = self._ranks
         # ComfyUI's options decide how it computes.
         site = replace(place.site, service=spec["service"], preload=tuple(spec["preload"]), argv=tuple(spec["argv"]))
-        spec["arguments"] = site.arguments
         environment = child_environment(place.device_type, spec["machines"].count(place.name))
         server = FORK_SERVERS.get(site, environment)
         ours, theirs = socket.socketpair()

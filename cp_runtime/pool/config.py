@@ -6,8 +6,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from ..engine.collectives import native_backend
@@ -292,7 +291,6 @@ class WorkerSite:
     """The code that ranks run, as plain data for JSON."""
 
     service: str = ""  # module of this package that makes the service of every rank (see `worker`); empty = none
-    arguments: Mapping[str, Any] = field(default_factory=dict)  # for it
     path: tuple[str, ...] = ()  # folders in front of `sys.path`
     # Modules to import once, in the process that all ranks are forked from. They must not open a device.
     preload: tuple[str, ...] = ("torch",)

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
+from ..engine.compiled import CompileSettings
 from ..engine.config import PipelineSettings, SequenceSettings
 from ..engine.cost import CallWork
 from ..engine.measuring import Measured
@@ -272,7 +273,7 @@ class Call(Packed[CallReport]):
     leading: tuple[str, ...]  # names of the arguments that change with every call
     in_place: tuple[str, ...]  # names of those that ranks leave in the memory of the message
     memory_scale: float  # times the memory that ComfyUI expects, which the call may need
-    compile: dict[str, Any] | None  # what `torch.compile` is told, see `comfy.shared.forward`; None = nothing is compiled
+    compile: CompileSettings | None  # of the blocks; None = they are not compiled
     compile_or_raise: bool  # a block that cannot be compiled is an error
     cancel_every: int  # planned modules between two polls for Cancel; 0 = none
     pipeline: PipelineSettings | None = None  # of a model in stages

@@ -2,7 +2,7 @@
 
 Every rank gets commands over its own channel and reports there, once per command: a rank whose peers hang in a collective can
 still say why. What the commands do is the business of a service: the pool's owner names a module with a
-`make_service(worker, arguments)`, which returns handlers by kind of request. The pool itself knows those of the start, `echo` and
+`make_service(worker)`, which returns handlers by kind of request. The pool itself knows those of the start, `echo` and
 `shutdown`.
 """
 
@@ -116,7 +116,7 @@ class Worker:
             stay_near(self.device, machines.count(machines[self.rank]))
         if self.spec["service"]:  # after the device is set: ComfyUI looks at it when it is imported
             module = importlib.import_module(f"{__package__.partition('.')[0]}.{self.spec['service']}")
-            self._handlers |= module.make_service(self, self.spec["arguments"])
+            self._handlers |= module.make_service(self)
 
     def _connect(self, *_: Any) -> None:
         backend = self.spec["backend"]

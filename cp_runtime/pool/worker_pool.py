@@ -321,7 +321,6 @@ class WorkerPool:
             "shares": self.config.shares,
             "degrees": (self.config.batch_degree, self.config.sequence.ring_degree, self.config.sequence.ulysses_degree),
             "service": self.site.service,
-            "arguments": self.site.arguments,
             "preload": self.site.preload,
             "argv": self.site.argv,
             # Longer than any step, so that the controller, which can name the late rank, times out first.

@@ -1,6 +1,5 @@
 """Fixtures of the fault suite."""
 
-import os
 import shutil
 
 import pytest
@@ -53,16 +52,11 @@ def temp(tmp_path):
 
 @pytest.fixture(scope="session")
 def shelf(checkpoints_dir, tmp_path_factory):
-    """A folder of models, with the same readable model file inside of it and in several places outside."""
+    """A folder of models."""
     base = tmp_path_factory.mktemp("shelf")
-    inside = base / "models" / "diffusion_models"
-    for folder in (inside, base / "models" / "checkpoints", base / "models" / "diffusion_models2", base / "elsewhere" / "sub"):
-        folder.mkdir(parents=True)
-    source = checkpoints_dir / "diffusion_models" / "flux.safetensors"
-    shutil.copy(source, inside / "flux.safetensors")
-    for place in (base, base / "models", base / "models" / "diffusion_models2", base / "elsewhere", base / "elsewhere" / "sub"):
-        os.link(inside / "flux.safetensors", place / "secret.safetensors")
-    (inside / "link").symlink_to(base / "elsewhere" / "sub", target_is_directory=True)
+    for folder in ("diffusion_models", "checkpoints"):
+        (base / "models" / folder).mkdir(parents=True)
+    shutil.copy(checkpoints_dir / "diffusion_models" / "flux.safetensors", base / "models" / "diffusion_models")
     return base
 
 

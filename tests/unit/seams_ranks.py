@@ -82,7 +82,7 @@ with unrecorded(args):
     found["in a call"] = recorded()
 found["after a call"] = recorded()
 rank = SimpleNamespace(device=torch.device("cpu"), rank=0, loading_hook=lambda: None)
-make_service(rank, {"model_folders": ()})
+make_service(rank)
 found["on a rank"] = recorded()
 found["aimdo on a rank"] = comfy.memory_management.aimdo_enabled
 report(**found)

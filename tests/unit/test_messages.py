@@ -10,6 +10,7 @@ import pytest
 from support.package import ROOT
 from support.reports import call_report, failure
 
+from cp_runtime.engine.compiled import CompileSettings
 from cp_runtime.engine.config import SequenceSettings
 from cp_runtime.engine.cost import AttentionShape, CallWork, Rates
 from cp_runtime.engine.measuring import Measured
@@ -35,7 +36,7 @@ MESSAGES = [
     messages.Call(
         key="k", method="forward", sequence=SequenceSettings(ring_degree=2), ranks=2, batch_degree=0,
         leading=("x", "timestep"), in_place=("control",),
-        memory_scale=1.5, compile={"backend": "inductor"}, compile_or_raise=True, cancel_every=3,
+        memory_scale=1.5, compile=CompileSettings(), compile_or_raise=True, cancel_every=3,
         value=TREE, drop=(),
     ),
     messages.AttachNetwork(key="k", network=TREE),

@@ -27,7 +27,8 @@ def target(seed=0, patches_in=None, backup=(), factory=None):
         diffusion_model=transformer(seed),
     )
     patcher = SimpleNamespace(model=model, patches={}, patches_uuid="u1", backup=dict.fromkeys(backup), hook_backup={})
-    return Target(patcher, Recipe("load_diffusion_model", "/models/flux.safetensors", factory=factory), ModelFiles([]), 0.0, list)
+    recipe = Recipe("load_diffusion_model", "/models/flux.safetensors", factory=factory)
+    return Target(patcher, recipe, "flux.safetensors", ModelFiles([]), 0.0, list)
 
 
 def transformer(seed):
@@ -43,7 +44,7 @@ def replies(**second):
     return [good, replace(good, **second)]
 
 
-LOADER = Factory("/packs/p/loaders.py", "load_it", [], None, (), ())
+LOADER = Factory("/packs", "/packs/p/loaders.py", "load_it", [], None, (), ())
 OTHER_WEIGHTS = {"samples": sample_weights(transformer(1))}
 # The model in the UI process, what rank 1 has other than rank 0, and what is said about it.
 CASES = {
@@ -97,7 +98,7 @@ def test_the_key_depends_on_everything_that_changes_the_weights():
         Recipe("load_diffusion_model", "/b"),
         Recipe("load_diffusion_model", "/a", {"dtype": "float8_e4m3fn"}),
         Recipe("load_diffusion_model", "/a", {}, (1, 2)),
-        Recipe("factory", "/a", factory=Factory("/p.py", "load", [], None, (("/p.py", "1"),), ())),
-        Recipe("factory", "/a", factory=Factory("/p.py", "load", [], None, (("/p.py", "2"),), ())),
+        Recipe("factory", "/a", factory=Factory("/", "/p.py", "load", [], None, (("/p.py", (1,)),), ())),
+        Recipe("factory", "/a", factory=Factory("/", "/p.py", "load", [], None, (("/p.py", (2,)),), ())),
     ]
     assert len({recipe.key for recipe in recipes}) == len(recipes)

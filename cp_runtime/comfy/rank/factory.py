@@ -11,7 +11,6 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -21,28 +20,25 @@ import folder_paths
 
 from ...errors import MirrorError, ProtocolError
 from ...pool.protocol import unflatten
-from ..shared.recipe import NODE_LOADERS, REMEDY, Factory, file_digest, is_inside, texts_in
+from ..shared.recipe import NODE_LOADERS, REMEDY, Factory, file_stamp
 
 
-def call_factory(factory: Factory, node_folders: Sequence[str], model_folders: Sequence[str]) -> Any:
+def call_factory(factory: Factory) -> Any:
     """Return the ModelPatcher that the function makes.
 
-    Args:
-        node_folders: in which its file must be.
-        model_folders: in which the model files must be that it is given.
-
     Raises:
-        MirrorError: one of them is elsewhere, a file of the pack is another one than in ComfyUI's process, or the file cannot be
-            imported without a server.
+        MirrorError: a file of the pack is another one than in ComfyUI's process, or the file cannot be imported without a server.
     """
-    _check(factory, node_folders, model_folders)
+    for path, stamp in factory.sources:
+        if file_stamp(path) != stamp:
+            raise MirrorError(f"{path} changed on disk after ComfyUI had imported it. Restart ComfyUI.")
     name, _, method = factory.function.partition(".")
-    function = vars(_imported(factory.file, node_folders)).get(name)
+    function = vars(_imported(factory.file, factory.folder)).get(name)
     if factory.node in NODE_LOADERS and isinstance(function, type) and method == getattr(function, "FUNCTION", None):
         return _call_node(function, method, factory)
     if not isinstance(function, FunctionType):
         raise MirrorError(f"{factory.file} has no function {factory.function!r}")
-    arguments = _arguments(factory)
+    arguments = unflatten(factory.arguments, _no_tensor)
     static = {"disable_dynamic": True} if "disable_dynamic" in inspect.signature(function).parameters else {}
     made = function(*arguments, **static)
     patcher = made if factory.place is None else made[factory.place]
@@ -61,7 +57,7 @@ def _call_node(cls: type, method: str, factory: Factory) -> Any:
 
     folder_paths.get_full_path = full_path
     try:
-        made = getattr(cls(), method)(*_arguments(factory))[factory.place]
+        made = getattr(cls(), method)(*unflatten(factory.arguments, _no_tensor))[factory.place]
     finally:
         folder_paths.get_full_path = stock
     for module in made.model.modules():
@@ -70,40 +66,14 @@ def _call_node(cls: type, method: str, factory: Factory) -> Any:
     return made
 
 
-def _arguments(factory: Factory) -> Any:
-    try:
-        return unflatten(factory.arguments, _no_tensor)
-    except ProtocolError as error:
-        raise MirrorError(f"malformed arguments of a loader: {error}") from error
-
-
-def _check(factory: Factory, node_folders: Sequence[str], model_folders: Sequence[str]) -> None:
-    sources = dict(factory.sources)
-    if factory.file not in sources:
-        raise MirrorError("malformed recipe: a loader without the digest of its file")
-    for path, digest in sources.items():
-        if not is_inside(path, node_folders):
-            raise MirrorError(f"{path} is outside of ComfyUI's folders of node packs")
-        if file_digest(path) != digest:
-            raise MirrorError(f"{path} changed on disk after ComfyUI had imported it. Restart ComfyUI.")
-    given = {path for path, _ in factory.models}
-    for path in given:
-        if model_folders and not is_inside(path, model_folders):
-            raise MirrorError(f"{path} is outside of ComfyUI's model folders. Move the file into one.")
-    stray = [text for text in texts_in(factory.arguments) if os.path.isabs(text) and text not in given]
-    if stray:
-        raise MirrorError(f"malformed recipe: {stray[0]} is no model file of it")
-
-
 def _no_tensor(leaf: Any) -> Any:
     raise ProtocolError(f"a tensor: {str(leaf)[:80]}")
 
 
-def _imported(file: str, node_folders: Sequence[str]) -> ModuleType:
+def _imported(file: str, folder: str) -> ModuleType:
     """Return the module of a file in a node pack, under the name that ComfyUI gives it; import it if necessary."""
-    folder = next(Path(folder) for folder in node_folders if Path(file).is_relative_to(folder))
     pack, *packages = Path(file).with_suffix("").relative_to(folder).parts
-    path = folder / pack
+    path = Path(folder) / pack
     name = str(path).replace(".", "_x_") if packages else pack
     for part in packages:
         if name not in sys.modules:  # a package that nothing has imported

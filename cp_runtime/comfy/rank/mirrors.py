@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -33,11 +33,10 @@ from ...pool.messages import AttachNetwork, Call, CallOutcome, Load, Loaded, Sta
 from ...pool.protocol import read_tensor, unflatten
 from ...pool.settings import OFFLOADED, STAGED, WHOLE
 from ...pool.tensor_cache import owned
-from ..shared.forward import decode_compile
 from ..shared.loading import LoadedModel, load_recipe
 from ..shared.modules import layers_of
 from ..shared.patches import decode_weight_patches
-from ..shared.recipe import Recipe, is_inside
+from ..shared.recipe import Recipe
 from ..shared.weights import dtypes_of, network_of, sample_weights, weight_patches_digest
 from .batch import CallPart, Given, part_of, take_items
 from .factory import call_factory
@@ -50,7 +49,6 @@ from .quantised import own_formats, shared_scales
 log = logging.getLogger("context_parallel.worker")
 
 SPARE = 4  # weights get memory back once calls need less than 1/SPARE of what they have. Calls of one run differ by less
-METHODS = ("forward", "_forward")
 ALONE = {"ulysses": 1, "ring": 1, "batch": 1}
 
 
@@ -58,16 +56,11 @@ class Mirrors:
     """All models on this rank, by the key of their recipe.
 
     Args:
-        folders: from which alone models are loaded.
         progress: of bringing weights to the device.
-        node_folders: from which alone loaders of node packs are called.
     """
 
-    def __init__(
-        self, device: torch.device, folders: Sequence[str], progress: LoadProgress, node_folders: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, device: torch.device, progress: LoadProgress) -> None:
         self.device, self.progress = device, progress
-        self.folders, self.node_folders = folders, node_folders
         self.entries: dict[str, Mirror] = {}
 
     def load(self, request: Load, block: Tensor, mesh: BatchMesh) -> Loaded:
@@ -138,8 +131,6 @@ class Mirrors:
             the output, and what the call did. On a rank that idles, no output.
         """
         began = time.perf_counter()
-        if request.method not in METHODS:
-            raise MirrorError(f"a call of {request.method!r}, which is no forward")
         mirror = self.mirror_of(request.key)
         part = part_of(mirror.installed.plan, request, arguments, mesh, alone=request.ranks == 1 and mirror.placement != WHOLE)
         if part is None:
@@ -161,7 +152,7 @@ class Mirrors:
         needed = mirror.patcher.memory_required(list(latent)) * request.memory_scale * part.sequence.part
         self.free_buffers(keep=mirror)
         self.to_device(mirror, needed)
-        mirror.compile(decode_compile(request.compile) if request.compile else None, _raise if request.compile_or_raise else _go_on)
+        mirror.compile(request.compile, _raise if request.compile_or_raise else _go_on)
         return Given(taken, in_place, needed)
 
     def _run(
@@ -307,15 +298,8 @@ class Mirrors:
         return mirror
 
     def _load_file(self, recipe: Recipe, *, cast_later: bool) -> LoadedModel:
-        path = os.path.abspath(recipe.path)
-        if self.folders and not is_inside(path, self.folders):
-            raise MirrorError(
-                f"{path} is outside of ComfyUI's model folders. Move the file into one, or add its folder to ComfyUI's."
-            )
-        log.info("loading %s", os.path.basename(path))
-        recipe = replace(recipe, path=path)  # what was checked: behind a link, `..` leads elsewhere
-        make = partial(call_factory, node_folders=self.node_folders, model_folders=self.folders)
-        return load_recipe(recipe, cast_later=cast_later, make=make)
+        log.info("loading %s", os.path.basename(recipe.path))
+        return load_recipe(recipe, cast_later=cast_later, make=call_factory)
 
     def _patch(self, mirror: Mirror, request: Load, block: Tensor) -> None:
         patches = decode_weight_patches(unflatten(request.patches, lambda leaf: read_tensor(block, leaf)))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ...engine.call import RunningCall
 from ...engine.compiled import AS_THEY_ARE
-from ..shared.pack_objects import CHUNKS, ENHANCE, NAG, RIFLEX, check_data, object_patch
+from ..shared.pack_objects import CHUNKS, ENHANCE, NAG, RIFLEX
 
 Forward = Callable[..., Tensor]
 
@@ -30,7 +30,6 @@ def objects_in_place(encoded: Mapping[str, Any], model: nn.Module, call: Running
     with ExitStack() as undo:
         for path, index in encoded["places"].items():
             entry = encoded["entries"][index]
-            check_data(object_patch(entry["name"], path), entry["data"])
             module = path.removesuffix(".forward")
             for above in _above(module, model):
                 AS_THEY_ARE.add(above)

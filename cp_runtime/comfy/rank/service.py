@@ -21,12 +21,8 @@ if TYPE_CHECKING:
     from .mirrors import Mirrors
 
 
-def make_service(worker: Worker, arguments: Mapping[str, Any]) -> Mapping[type[Request[Any]], Handler]:
-    """Make the service of a rank and return its handlers by kind of request.
-
-    Args:
-        arguments: `model_folders`, the only ones that models are loaded from; `node_folders` of node packs.
-    """
+def make_service(worker: Worker) -> Mapping[type[Request[Any]], Handler]:
+    """Make the service of a rank and return its handlers by kind of request."""
     comfy.options.enable_args_parsing()  # of the UI process's arguments
     from comfy import cli_args
 
@@ -35,9 +31,7 @@ def make_service(worker: Worker, arguments: Mapping[str, Any]) -> Mapping[type[R
     from .memory import LoadProgress
     from .mirrors import Mirrors
 
-    progress = LoadProgress(worker.loading_hook())
-    mirrors = Mirrors(worker.device, arguments["model_folders"], progress, arguments.get("node_folders", ()))
-    return ModelService(worker, mirrors).handlers
+    return ModelService(worker, Mirrors(worker.device, LoadProgress(worker.loading_hook()))).handlers
 
 
 class ModelService:

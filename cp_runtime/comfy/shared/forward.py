@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, device, dtype
 
 from ...engine.compiled import CompileSettings
-from ...errors import MirrorError, UnsupportedError
+from ...errors import UnsupportedError
 
 # Entries that only the UI process reads: functions, and ids for its bookkeeping.
 UI_ONLY = ("wrappers", "callbacks", "uuids", "patches", "patches_replace", "prefetch_dynamic_vbars")
@@ -47,8 +47,8 @@ def _sent(value: Any) -> Any:
     return tuple(sorted(value, key=repr)) if is_set else value
 
 
-def encode_compile(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Check `torch_compile_kwargs` and encode them as plain data. `fullgraph` is ignored: a block is compiled whole or not at all.
+def compile_settings(asked: Mapping[str, Any]) -> CompileSettings:
+    """Return what ranks do of `torch_compile_kwargs`. `fullgraph` is ignored: a block is compiled whole or not at all.
 
     Raises:
         UnsupportedError: the ranks cannot compile like that.
@@ -77,13 +77,4 @@ def encode_compile(asked: Mapping[str, Any]) -> dict[str, Any]:
                 f"{', '.join(OPTIONS)}."
             )
         options[name] = value
-    return {"backend": backend, "mode": mode, "dynamic": dynamic, "options": options}
-
-
-def decode_compile(sent: Mapping[str, Any]) -> CompileSettings:
-    """Decode settings of Torch Compile on a rank. Raises MirrorError for anything that `encode_compile` does not make."""
-    try:
-        plain = encode_compile(sent)
-    except UnsupportedError as error:
-        raise MirrorError(str(error)) from error
-    return CompileSettings(**{**plain, "options": tuple(sorted(plain["options"].items()))})
+    return CompileSettings(backend=backend, mode=mode, dynamic=dynamic, options=tuple(sorted(options.items())))

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from ...compat import parameter_slots, state_dict_loader
 from ...engine.weights.cast import CastWeight, counting_as
 from ...engine.weights.files import MAPPED, mapped_tensors
-from ...errors import MirrorError
 from .files import ModelFiles
-from .recipe import DTYPE_OPTIONS, FACTORY, LOADERS, OPTIONS, VAE_LOADERS, Factory, Recipe
+from .recipe import DTYPE_OPTIONS, LOADERS, VAE_LOADERS, Factory, Recipe
 from .weights import network_of, stays_as_in_file
 
 
@@ -45,14 +44,12 @@ def load_recipe(recipe: Recipe, *, cast_later: bool = False, make: Callable[[Fac
 
     Raises:
         ChangedFileError: the file is not the one that the UI process loaded.
-        MirrorError: it is gone, or the recipe is not one that the UI process makes.
+        MirrorError: it is gone.
     """
     import comfy.sd  # picks the device, so only once that is known
 
-    if recipe.loader not in ((*LOADERS, *VAE_LOADERS) if recipe.factory is None or make is None else (FACTORY,)):
-        raise MirrorError(f"unknown loader {recipe.loader!r}")
     ModelFiles(recipe.files.items())
-    options = {name: _option(name, value) for name, value in recipe.options.items()}
+    options = {name: getattr(torch, value) if name in DTYPE_OPTIONS else value for name, value in recipe.options.items()}
     with weights_on_host(), file_backed_weights(cast_later, recipe.dynamic) as missing:
         if recipe.factory is not None and make is not None:
             patcher = make(recipe.factory)
@@ -66,17 +63,6 @@ def load_recipe(recipe: Recipe, *, cast_later: bool = False, make: Callable[[Fac
             )[0]
     files = ModelFiles(recipe.files.items())  # the names still lead to what was mapped
     return LoadedModel(patcher, frozenset(missing.get(network_of(patcher.model), ())), files)
-
-
-def _option(name: str, value: Any) -> Any:
-    if name not in OPTIONS:
-        raise MirrorError(f"unknown model option {name!r}")
-    if name not in DTYPE_OPTIONS:
-        return value
-    dtype = getattr(torch, value, None) if isinstance(value, str) else None
-    if not isinstance(dtype, torch.dtype):
-        raise MirrorError(f"unknown dtype {value!r} of model option {name!r}")
-    return dtype
 
 
 def weights_on_host() -> contextlib.AbstractContextManager[None]:

@@ -11,11 +11,10 @@ import json
 import os
 import shlex
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from ...errors import ChangedFileError, MirrorError
@@ -68,20 +67,22 @@ class Factory:
     """A function of a node pack that loads a model, and what ComfyUI called it with.
 
     Args:
+        folder: ComfyUI's folder of node packs, of its pack.
         file: in which it stands at the top level.
         function: its name there; `Class.method` of a node.
         arguments: plain values, as `pool.protocol.flatten` writes them.
         place: of the model among the things that it returns; None = it returns the model alone.
-        sources: files of the pack that ComfyUI's process has imported, each with its SHA-256.
+        sources: files of the pack that ComfyUI's process has imported, each with its state.
         models: model files that the arguments name, each with its state.
         node: its id in NODE_LOADERS, where it is a node's.
     """
 
+    folder: str
     file: str
     function: str
     arguments: Any
     place: int | None
-    sources: tuple[tuple[str, str], ...]
+    sources: tuple[tuple[str, FileStamp], ...]
     models: tuple[tuple[str, FileStamp], ...]
     node: str = ""
 
@@ -129,20 +130,6 @@ class Recipe:
         return hashlib.sha256(json.dumps(self.as_json(), sort_keys=True).encode()).hexdigest()[:16]
 
 
-def is_inside(path: str, folders: Iterable[str]) -> bool:
-    """Return whether a file is in one of these folders. Links inside them may lead anywhere: the user made them."""
-    plain = Path(os.path.abspath(path))
-    return any(plain.is_relative_to(f) or plain.resolve().is_relative_to(Path(f).resolve()) for f in folders)
-
-
-def file_digest(path: str) -> str:
-    """Return the SHA-256 of a file. Raises MirrorError when it is gone."""
-    try:
-        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
-    except OSError as error:
-        raise MirrorError(f"{path} cannot be read: {error.strerror}. Restart ComfyUI.") from error
-
-
 def texts_in(tree: Any) -> list[str]:
     """Return every text inside lists and objects of JSON, such as the arguments of a Factory."""
     if isinstance(tree, str):
@@ -186,7 +173,7 @@ def describe(recipe: Mapping[str, Any], folders: Folders) -> dict[str, Any]:
         ChangedFileError: it is not the one that ComfyUI loaded.
     """
     path = str(recipe["path"])
-    kind, name = _place(path, folders)
+    kind, name = place_of(path, folders)
     stamp, digest = _digested(path)
     if list(stamp) != list(recipe["stamp"]):
         raise ChangedFileError(f"{path} changed on disk after ComfyUI had loaded it. Queue the prompt again: it is loaded anew.")
@@ -245,7 +232,7 @@ def _copy(path: str, machine: str, where: str) -> str:
     return f"{shlex.join(['scp', path, f'{machine}:{where}.new'])} && {shlex.join(['ssh', machine, rename])}"
 
 
-def _place(path: str, folders: Folders) -> tuple[str, str]:
+def place_of(path: str, folders: Folders) -> tuple[str, str]:
     """Return (kind, name) of a file in the innermost folder that it is in; no kind where it is in none."""
     found = [
         (kind, os.path.relpath(path, folder))

@@ -18,11 +18,12 @@ from comfy_api.torch_helpers.torch_compile import COMPILE_KEY, TORCH_COMPILE_KWA
 from torch import Tensor, nn
 
 from ...compat import has_hooks
+from ...engine.compiled import CompileSettings
 from ...errors import MirrorError, PlanError, UnsupportedError
 from ...families import PLANS, UNSTAGED, class_name, most_stages, plan_for
 from ...pool.config import RuntimeConfig
 from ...pool.settings import STAGED
-from ..shared.forward import encode_compile
+from ..shared.forward import compile_settings
 from ..shared.patches import applied_patches, encode_weight_patches
 from ..shared.weights import PREFIX
 from .changed_code import changes_of
@@ -109,11 +110,11 @@ def options_for_ranks(
         raise UnsupportedError(f"{error} {_REMEDY}") from error
 
 
-def compile_of(patcher: Any) -> dict[str, Any] | None:
-    """Return what the ranks shall pass to `torch.compile`, in wire form; None if no node asks for it. Refuse what they cannot."""
+def compile_of(patcher: Any) -> CompileSettings | None:
+    """Return what the ranks shall pass to `torch.compile`; None if no node asks for it. Refuse what they cannot."""
     asked = patcher.model_options.get(TORCH_COMPILE_KWARGS)
     try:
-        return None if asked is None else encode_compile(asked)
+        return None if asked is None else compile_settings(asked)
     except UnsupportedError as error:
         raise UnsupportedError(f"{error} {_REMEDY}") from error
 

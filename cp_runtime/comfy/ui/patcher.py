@@ -34,13 +34,14 @@ from ...pool.config import RuntimeConfig
 from ...pool.worker_pool import CallCancelled
 from ..shared.files import ModelFiles
 from ..shared.patches import applied_patches, changes_shape, encode_weight_patches
+from ..shared.recipe import place_of
 from ..shared.weights import PREFIX, is_dynamic
 from .files import share_file_pages
 from .interception import OnOneDevice, intercept, release
 from .obstacles import check_model, check_stages
 from .recipes import recipe_of
 from .residency import convert, give_back, make_way
-from .runtime import CONTROLLER, reloading_changed_files
+from .runtime import CONTROLLER, model_folders, reloading_changed_files
 from .target import ON_RANKS, Target, notes_of, on_ranks
 
 log = logging.getLogger("context_parallel")
@@ -307,7 +308,8 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         recipe, notes = recipe_of(self), notes_of(self.model)
         if notes.files is None or notes.files[0] is not recipe:
             notes.files = recipe, ModelFiles(recipe.files.items())
-        target = Target(self, recipe, notes.files[1], self.cp_run.call_memory, encode_weight_patches)
+        name = place_of(recipe.path, model_folders())[1]
+        target = Target(self, recipe, name, notes.files[1], self.cp_run.call_memory, encode_weight_patches)
         notes.key = target.key
         CONTROLLER.own(target.key, self.model)
         return target

@@ -39,7 +39,6 @@ from ..shared.recipe import (
     FileStamp,
     NodeLoader,
     Recipe,
-    file_digest,
     file_stamp,
     texts_in,
 )
@@ -298,8 +297,8 @@ def _recipe(
     if os.path.basename(file) == "__init__.py":
         raise MirrorError(f"{named}: it stands in the __init__.py of its pack, which needs ComfyUI's server. {REMEDY}")
     sources = _sources_of(os.path.join(folders[0], os.path.relpath(file, folders[0]).split(os.sep)[0]))
-    digests = tuple((path, file_digest(path)) for path in sources)
-    factory = Factory(file, function, arguments, place, digests, tuple(models), node)
+    stamps = tuple((path, file_stamp(path)) for path in sources)
+    factory = Factory(folders[0], file, function, arguments, place, stamps, tuple(models), node)
     return Recipe(FACTORY, models[0][0], stamp=models[0][1], factory=factory)
 
 

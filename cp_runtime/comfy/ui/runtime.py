@@ -51,7 +51,6 @@ PRELOAD = (
 imported, so every rank does that on its own, unless the device is the CPU."""
 PRELOAD_CPU = (*PRELOAD, "cp_runtime.comfy.rank.preload")
 MACHINES = "CP_MACHINES"  # environment variable with the address and port to listen on for other machines
-NO_MODELS = ("custom_nodes", "datasets", "configs")  # folders that ComfyUI knows and keeps no weights in
 
 
 def device_inventory() -> DeviceInventory:
@@ -125,13 +124,15 @@ def node_folders() -> list[str]:
     return sorted(map(os.path.abspath, folder_paths.get_folder_paths("custom_nodes")))
 
 
+def model_folders() -> dict[str, list[str]]:
+    """Return ComfyUI's folders by the kind of model in them."""
+    return {kind: found for kind, (found, _) in folder_paths.folder_names_and_paths.items()}
+
+
 def worker_site() -> WorkerSite:
-    """Return the site of the ranks: their code, their ComfyUI, and the folders that they may load models from."""
-    registered = {name: folders for name, (folders, _) in folder_paths.folder_names_and_paths.items() if name not in NO_MODELS}
-    folders = {os.path.abspath(folder) for folders in registered.values() for folder in folders}
+    """Return the site of the ranks: their code, and their ComfyUI."""
     return WorkerSite(
         service="comfy.rank.service",
-        arguments={"model_folders": sorted(folders), "node_folders": node_folders()},
         path=(os.path.dirname(os.path.dirname(os.path.abspath(comfy.model_management.__file__))),),
         preload=PRELOAD_CPU if args.cpu else PRELOAD,
         # Where another program embeds ComfyUI, the command line is not ComfyUI's.
@@ -158,7 +159,7 @@ def _facts() -> dict[str, Any]:
 
 
 def _describe(recipe: dict[str, Any]) -> dict[str, Any]:
-    return describe(recipe, {kind: found for kind, (found, _) in folder_paths.folder_names_and_paths.items()})
+    return describe(recipe, model_folders())
 
 
 @contextlib.contextmanager

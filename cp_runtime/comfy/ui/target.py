@@ -37,6 +37,7 @@ class Target:
     """A diffusion model or a VAE as the UI process has it: what the workers' mirror must equal. A `ModelState` of the controller.
 
     Args:
+        name: of its file, as ComfyUI's loaders show it.
         files: of the recipe, open.
         call_memory: bytes that ComfyUI expects a call to take on one device.
         encode: makes plain data and tensors of weight patches. Raises MirrorError: one cannot be sent.
@@ -44,6 +45,7 @@ class Target:
 
     patcher: Any
     recipe: Recipe
+    name: str
     files: ModelFiles
     call_memory: float
     encode: Callable[[Any], list[Any]]

@@ -19,7 +19,7 @@ KEY = "k"
 
 def mirrors_on(device, progress=lambda _: None):
     """Return the mirrors of a rank whose device this is; `progress` is told of loading."""
-    return Mirrors(torch.device(device), [], LoadProgress(progress))
+    return Mirrors(torch.device(device), LoadProgress(progress))
 
 
 def load(mirrors, path, options=None, patches=None, uuid="none", mesh=None, **more):
