@@ -36,7 +36,6 @@ class CacheFile:
         self._file = Path(cache_folder()) / path
 
     def read(self) -> dict[str, Any]:
-        """Return the entries."""
         try:
             return self._read()
         except OSError as error:

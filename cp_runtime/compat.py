@@ -20,7 +20,6 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Return whether a module has forward hooks."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
@@ -116,8 +115,6 @@ def keep_number(tensor: Tensor) -> object:
 
 
 class _WeakMemory:
-    """A weak reference to a tensor's memory."""
-
     def __init__(self, tensor: Tensor) -> None:
         self._number: Any = tensor.untyped_storage()._weak_ref()
 

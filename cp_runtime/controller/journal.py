@@ -27,8 +27,6 @@ _FOLDERS = re.compile(r"(?<![\w/.])/(?:[^\s/]+(?: [^\s/]+)*/)+")
 
 @dataclass(frozen=True)
 class Failure:
-    """An error of a run."""
-
     time: float  # when it happened, in seconds since the epoch
     message: str  # for everyone to see
     rank: int | None  # that caused it, if one did
@@ -170,6 +168,5 @@ class KeptPreferences:
             self.chosen = decode(Preferences, self._file.read())
 
     def choose(self, **changes: Any) -> None:
-        """Change some of them."""
         self.chosen = replace(self.chosen, **changes)
         self._file.put(asdict(self.chosen))

@@ -31,7 +31,6 @@ class Demand(NamedTuple):
 
     @property
     def weights(self) -> int:
-        """Bytes of all weights."""
         return self.sizes.whole
 
     def on_device(self, placement: str, ranks: int, stages: int = 0) -> int:

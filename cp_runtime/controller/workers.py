@@ -79,7 +79,6 @@ class Workers:
         self.pace = Pace()
 
     def start(self, cancelled: Callable[[], bool] | None) -> None:
-        """Start the ranks. Raises what `WorkerPool.start` raises."""
         pool = self.pool
         pool.start(cancelled)
         machine = *pool.device_names, pool.backend, device_driver(), pool.peer_to_peer, pool.shares, *pool.config.machines

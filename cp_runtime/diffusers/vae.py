@@ -50,11 +50,9 @@ class SplitVAE:
             self._undo.append(partial(delattr, part, "forward"))
 
     def on_remove(self, undo: Callable[[], object]) -> None:
-        """Register something for `remove` to do."""
         self._undo.append(undo)
 
     def remove(self) -> None:
-        """Restore the VAE."""
         while self._undo:
             self._undo.pop()()
 

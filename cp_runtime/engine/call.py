@@ -93,7 +93,6 @@ class RunningCall:
         return self.mesh.size == 1 or not any(map(self._known, self.scope.streams))
 
     def enter_module(self, name: str, plan: ModulePlan) -> None:
-        """Enter a planned module."""
         if self._on_module is not None:
             self._on_module()
         if plan.separate:
@@ -105,7 +104,6 @@ class RunningCall:
         self._scopes.append(Scope(streams, derived, name, said, self._shared, entered))
 
     def leave_module(self, plan: ModulePlan) -> None:
-        """Leave a planned module."""
         self.leave_scope()
         if plan.separate:
             self.state.end()

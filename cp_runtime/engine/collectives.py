@@ -55,7 +55,6 @@ class CommStats:
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes sent in collectives of every kind."""
         return self.bytes.total()
 
     @property
@@ -129,7 +128,6 @@ class Pending:
         group.stats.started(kind, sent)
 
     def wait(self) -> None:
-        """Wait until everything was sent and received."""
         with trace_range("cp.wait", self._kind):
             self._group.stats.wait(self._works, self._device, self._on_host)
             self._works = ()  # they keep alive what was sent

@@ -45,7 +45,6 @@ class CompileSettings:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments for `torch.compile`."""
         named = {"backend": self.backend, "dynamic": self.dynamic is not False, "fullgraph": True}
         chosen = {"mode": self.mode, "options": dict(self.options)}
         return named | {name: value for name, value in chosen.items() if value}

@@ -137,12 +137,10 @@ class ContextParallelConfig(_NotOfDiffusers):
 
     @property
     def mesh_shape(self) -> tuple[int, int]:
-        """Sizes of the axes, outermost first."""
         return self.ring_degree or 1, self.ulysses_degree or 1
 
     @property
     def mesh_dim_names(self) -> tuple[str, str]:
-        """Names of the axes, outermost first."""
         return "ring", "ulysses"
 
     def setup(self, rank: int, world_size: int, device: torch.device | str, mesh: Any = None) -> None:

@@ -97,7 +97,6 @@ class Cost:
 
     @property
     def total(self) -> float:
-        """Seconds."""
         return self.communication + self.compute
 
 

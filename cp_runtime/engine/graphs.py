@@ -186,7 +186,6 @@ class Graphs(Generic[About]):
         return (part for w in weights if w is not None for part in ((w,) if type(w) is Parameter else stored(w)))
 
     def _found(self) -> list[int]:
-        """Return where the weights are."""
         return [part.data_ptr() for part in self._weights()]
 
     def _record(self, form: object, inputs: Any, run: Run[About], stats: CommStats, needed: float) -> str:

@@ -121,7 +121,6 @@ class InstalledPlan(Generic[PlanT]):
         self.kept.clear()
 
     def on_remove(self, undo: Callable[[], None]) -> None:
-        """Register something for `remove` to undo."""
         self._undo.append(undo)
 
     def _hook(

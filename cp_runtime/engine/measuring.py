@@ -30,8 +30,6 @@ STEPS = 4  # shares are multiples of this part of the slowest rank's
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurements of all ranks."""
-
     each: tuple[Rates, ...]  # rates of every rank. Latency and bandwidth are those while all ranks send to each other.
     devices: tuple[int, ...]  # a number for the name of every rank's device
     machines: tuple[str, ...] = ()  # of every rank; empty = all are on one

@@ -164,12 +164,10 @@ class SequenceMesh:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return self.whole.size
 
     @property
     def rank(self) -> int:
-        """Index of this rank among them."""
         return self.whole.rank
 
     @property
@@ -308,7 +306,6 @@ class BatchMesh(SequenceMesh):
         return BatchMesh(None, None, self.stats)
 
     def members(self, groups: int) -> list[list[int]]:
-        """Return the ranks of every batch group."""
         return form_groups(self.size, groups, self.shares)
 
     def index(self, groups: int) -> int:

@@ -49,7 +49,6 @@ class CallTraces:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Trace one call."""
         try:
             yield
         finally:

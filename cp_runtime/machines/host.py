@@ -152,7 +152,6 @@ class Machines:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Their devices, such as `pc2/cuda:0`."""
         return tuple(f"{name}/{device}" for name, machine in self.here.items() for device in machine.devices)
 
     @property

@@ -143,7 +143,6 @@ class Relay:
             ranks.processes[rank] = server.start(spec, environment | interfaces(self._wire.own), fds)
 
     def _pass_on(self, frame: Frame) -> None:
-        """Pass a command on to all ranks."""
         self._ranks.inherited.board.undecided()
         for channel in self._ranks.channels.values():
             with contextlib.suppress(Closed):

@@ -31,7 +31,6 @@ class StoreFile:
         return news
 
     def append(self, data: bytes | bytearray) -> None:
-        """Append what the other end has told."""
         if self._seen + len(data) > _MOST:
             raise ProtocolError(f"ranks that meet have told each other more than {_MOST} bytes")
         with self._locked():
@@ -39,7 +38,6 @@ class StoreFile:
             self._seen += os.pwrite(self._fd, data, self._seen)
 
     def close(self) -> None:
-        """Release the descriptor."""
         os.close(self._fd)
 
     def _look(self) -> None:

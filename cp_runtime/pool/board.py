@@ -101,7 +101,6 @@ class Board:
         self.decision, self._decision = self.decision.clone(), self._words[:0]
 
     def read(self, rank: int) -> Progress:
-        """Return the latest notes of the rank."""
         modules, collectives, loaded, beat, compiling = self._words[WORDS * rank : WORDS * (rank + 1)]
         return Progress(
             modules=modules,
@@ -145,7 +144,6 @@ class CancelPoints:
         self._word, self._rank, self._passed = word, rank, 0
 
     def restart(self) -> None:
-        """Begin a call."""
         self._passed = 0
 
     def leave(self, asked: Callable[[], bool], lead: int = 1) -> bool:

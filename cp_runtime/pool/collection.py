@@ -61,11 +61,9 @@ class Collection:
 
     @property
     def missing(self) -> list[int]:
-        """Ranks that have not reported."""
         return [rank for rank in range(self.world_size) if rank not in self.replies]
 
     def reported(self, rank: int, reply: Report) -> None:
-        """Note that a rank's report has arrived."""
         self.replies[rank] = reply
 
     def died(self, rank: int, now: float) -> None:

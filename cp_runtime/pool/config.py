@@ -103,7 +103,6 @@ class RuntimeConfig:
 
     @property
     def world_size(self) -> int:
-        """Number of worker ranks."""
         return len(self.devices)
 
     @property
@@ -118,7 +117,6 @@ class RuntimeConfig:
 
     @property
     def device_type(self) -> str:
-        """Torch device type of all ranks."""
         return self.devices[0].partition(":")[0]
 
     @property
@@ -206,7 +204,6 @@ def _resolve_devices(world_size: int, devices: str, backend: str, inventory: Dev
 
 
 def _parse_device(text: str, devices: str, inventory: DeviceInventory) -> str:
-    """Parse one entry of `devices`."""
     if "/" in text:
         if text not in inventory.others:
             words = ", ".join(inventory.others) or "none has joined"

@@ -137,7 +137,6 @@ class ForkServer:
 
     @property
     def pid(self) -> int:
-        """Process id."""
         return self._process.pid
 
     @property
@@ -167,7 +166,6 @@ class ForkServer:
         return rank
 
     def leave(self) -> None:
-        """Let it end with its last rank."""
         self._send(leave=True)
 
     def wake(self) -> None:
@@ -179,7 +177,6 @@ class ForkServer:
             self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """End it and all its ranks now."""
         self._process.kill()
 
     def _send(self, **message: Any) -> None:

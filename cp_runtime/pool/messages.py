@@ -127,8 +127,6 @@ class Compiled:
 
 @dataclass(frozen=True, kw_only=True)
 class Communication:
-    """Communication of a call on one rank."""
-
     seconds: float
     collectives: int
     bytes: int
@@ -146,7 +144,6 @@ class Staged:
 
     @property
     def degrees(self) -> dict[str, int]:
-        """For `CallOutcome.degrees`."""
         return {"stages": self.stages, "patches": self.patches}
 
 
@@ -324,8 +321,6 @@ MAX_HEADER = 64 << 20  # bytes of a message without its tensors
 
 @dataclass(frozen=True, kw_only=True)
 class Frame:
-    """A message that has arrived."""
-
     kind: str  # name of its class
     seq: int  # number of the command; 0 = the start
     nbytes: int  # of its tensors

@@ -128,7 +128,6 @@ class TensorCache:
         return unflatten(message.value, load)
 
     def clear(self) -> None:
-        """Forget all tensors."""
         self._kept.clear()
 
 

@@ -167,7 +167,6 @@ class Worker:
                 self._answer(report, frame)
 
     def _report_on(self, frame: Frame) -> Report:
-        """Run a command."""
         try:
             block, request = self._block(frame), frame.message
             return self._handlers[type(request)](request, block) or Done()  # type: ignore[index]  # `_block` has looked
@@ -325,7 +324,6 @@ def left_memory(device: torch.device) -> Memory | None:
 
 
 def run(spec: dict[str, Any]) -> None:
-    """Run a worker process."""
     # ComfyUI logs the same on every rank while it is imported and loads; only its warnings differ.
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s|%(message)s", force=True)
     logging.getLogger("context_parallel").setLevel(spec["log_level"])

@@ -85,7 +85,6 @@ class WorkerPool:
         self._open()
 
     def _open(self) -> None:
-        """Make what one start needs."""
         self.channels: list[Channel] = []
         self.inherited = Inherited(self.world_size)
 
@@ -169,7 +168,6 @@ class WorkerPool:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids by rank."""
         return [process.pid for process in self.processes]
 
     def request(

@@ -77,11 +77,9 @@ class Ranks:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return len(self.measured.each)
 
     def shares_of(self, ranks: Sequence[int]) -> Shares:
-        """Return the shares of some ranks."""
         return reduced(tuple(self.shares[rank] for rank in ranks)) if self.shares else ()
 
     def speed(self, rank: int) -> float:
@@ -89,11 +87,9 @@ class Ranks:
         return self.shares[rank] * self.size / sum(self.shares) if self.shares else 1.0
 
     def groups(self, way: Way) -> list[tuple[int, ...]]:
-        """Return the ranks of every group."""
         return [tuple(group) for group in form_groups(way.ranks, way.groups, self.shares_of(range(way.ranks)))]
 
     def group_shares(self, way: Way) -> Shares:
-        """Return the shares of the groups."""
         return reduced(tuple(sum(self.shares[rank] for rank in group) for group in self.groups(way))) if self.shares else ()
 
     def way(self, work: CallWork, ranks: int) -> Way:

@@ -53,18 +53,15 @@ class Times:
         self._samples = {name: given for name, entry in self._file.read().items() if (given := _samples(entry))}
 
     def of(self, kind: str, who: str) -> tuple[float, ...]:
-        """Return what was measured, the oldest first."""
         return self._samples.get(_name(kind, who), ())
 
     def add(self, kind: str, who: str, seconds: float) -> None:
-        """Note what was measured."""
         if SHORTEST <= seconds < LONGEST:
             name, samples = _name(kind, who), (*self.of(kind, who), float(f"{seconds:.6g}"))[-SAMPLES:]
             remember(self._samples, name, samples)
             remember(self._changed, name, samples)
 
     def save(self) -> None:
-        """Keep on disk what is new."""
         if self._changed:
             changed, self._changed = self._changed, {}
             self._file.put({name: list(samples) for name, samples in changed.items()})

@@ -66,14 +66,11 @@ class LoadProgress:
             self._tell(None)
 
     def add(self, weights: Iterable[Tensor]) -> None:
-        """Note that these weights are loaded."""
         self._done += sum(part.nbytes for weight in weights for part in stored(weight))
         self._tell(min(1000, 1000 * self._done // max(1, self._of)))
 
 
 class Backup(NamedTuple):
-    """An entry of `ModelPatcher.backup`."""
-
     weight: Tensor
     inplace_update: bool = False
 
@@ -232,7 +229,6 @@ class PartialWeightsPatcher(FileWeightsPatcher):
         super().unpatch_model(device_to, unpatch_weights)
 
     def _remove(self) -> None:
-        """Let go of the blocks' weights."""
         raise NotImplementedError
 
     def _load_without(self, blocks: Collection[Block], device_to: torch.device) -> dict[Block, list[Tensor]]:

@@ -291,7 +291,6 @@ class Mirrors:
         model_management.soft_empty_cache()
 
     def mirror_of(self, key: str) -> Mirror:
-        """Return the model of a call."""
         mirror = self.entries.get(key)
         if mirror is None:
             raise MirrorError("the model of this call is not loaded on the workers")

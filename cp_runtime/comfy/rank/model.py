@@ -59,7 +59,6 @@ class Mirror:
 
     @cached_property
     def model(self) -> nn.Module:
-        """The transformer, or the VAE."""
         network: nn.Module = network_of(self.patcher.model)
         return network
 

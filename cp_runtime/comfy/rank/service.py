@@ -44,7 +44,6 @@ class ModelService:
 
     @property
     def handlers(self) -> Mapping[type[Request[Any]], Handler]:
-        """Handlers by kind of request."""
         worker, mirrors = self._worker, self._mirrors
         return {
             Load: lambda request, _: mirrors.load(request, worker.keep(request.memory), worker.mesh),

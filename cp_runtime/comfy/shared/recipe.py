@@ -121,7 +121,6 @@ class Recipe:
 
     @property
     def files(self) -> dict[str, FileStamp]:
-        """All model files that it names."""
         return {self.path: self.stamp} | dict(self.factory.models if self.factory is not None else ())
 
     @cached_property

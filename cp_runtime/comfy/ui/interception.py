@@ -66,7 +66,6 @@ class Replacement:
         return self.run(owner, args, kwargs)
 
     def run(self, owner: ContextParallelPatcher, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Do what the method does."""
         raise NotImplementedError
 
 
@@ -229,7 +228,6 @@ def weights_at(patcher: ModelPatcher, model: nn.Module, device: torch.device) ->
 
 
 def intercept(owner: ContextParallelPatcher, model: nn.Module) -> None:
-    """Send the model's calls to the workers."""
     innermost, own = innermost_method(model), vars(type(model))
     replacements: dict[str, type[Replacement]] = {innermost: WorkerForward}
     if innermost == "_forward" and "forward" in own and "_forward" not in own:  # may bypass `_forward`

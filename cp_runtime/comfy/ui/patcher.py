@@ -124,7 +124,6 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
             super().__del__()
 
     def _as_loaded(self) -> Any:
-        """Return what `cp_loaded` shall be."""
         loaded = object.__new__(type(self))
         changed = {"patches": applied_patches(self), "parent": None, "cp_loaded": None, "_model": ref(self.model)}
         loaded.__dict__ = {**vars(self), **changed}

@@ -274,7 +274,6 @@ def node_recipe(call: NodeCall, stamp: FileStamp) -> Recipe:
 
 
 def _plain(named: str, given: Sequence[Any]) -> Any:
-    """Return arguments as they are sent."""
     try:
         return flatten([_without_devices(argument) for argument in given], _no_tensor)
     except UnsupportedError as error:

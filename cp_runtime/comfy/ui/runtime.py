@@ -120,7 +120,6 @@ def _description(kind: str, index: int) -> dict[str, Any]:
 
 
 def node_folders() -> list[str]:
-    """Return the folders of ComfyUI's node packs."""
     return sorted(map(os.path.abspath, folder_paths.get_folder_paths("custom_nodes")))
 
 

@@ -35,7 +35,6 @@ class SingleDeviceReason:
 
     @property
     def words(self) -> str:
-        """The reason as text for people."""
         return WORDS[self.case].format(variable=self.variable, value=self.value)
 
     @property

@@ -24,6 +24,5 @@ def encode(tensor: Tensor) -> Tensor:
 
 
 def decode(coded: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the vectors `[..., D]` of `encode`."""
     scale = coded[..., -SCALE:].reshape(-1).view(torch.float32).view(*coded.shape[:-1], 1)
     return (coded[..., :-SCALE].view(torch.int8) * scale).to(dtype)

@@ -36,7 +36,6 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self._whole.values())
 
     def put(self, place: object, value: Tensor, layout: JointLayout, ranks: range, dim: int) -> Tensor:

@@ -63,7 +63,6 @@ class Pipeline:
         self.runs = self.patches = 0
 
     def described(self, settings: PipelineSettings) -> dict[str, int]:
-        """Describe the last call."""
         kept = sum(kept.nbytes for _, kept, _ in self._kept.values())
         return {"stage": self.stages.stage, "stages": settings.stages, "patches": self.patches, "runs": self.runs, "kept": kept}
 

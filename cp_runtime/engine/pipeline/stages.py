@@ -145,7 +145,6 @@ class Stages:
 
     @property
     def own_blocks(self) -> int:
-        """Number of blocks of this stage."""
         return self._owners.count(self.stage)
 
     @contextlib.contextmanager
@@ -313,7 +312,6 @@ class StagedWeights:
 
     @property
     def others(self) -> list[Block]:
-        """The blocks of the other stages."""
         return [block for block, owner in zip(self.blocks, self.owners, strict=True) if owner != self.stage]
 
     def leave_out(self) -> None:

@@ -313,6 +313,5 @@ def _rows(parts: Sequence[Tensor], dim: int, start: int, stop: int) -> Tensor:
 
 
 def _each(value: Any, dims: int) -> list[Any]:
-    """Return one value for every spatial dimension."""
     values = list(value) if isinstance(value, (tuple, list)) else [value]
     return values * dims if len(values) == 1 else values

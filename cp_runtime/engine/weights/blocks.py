@@ -37,21 +37,17 @@ class Block:
 
     @property
     def weights(self) -> list[Tensor]:
-        """Current contents of its slots."""
         return [parameter_slots(slot.module)[slot.key] for (slot, *_) in self.slots.values()]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its weights."""
         return sum(part.nbytes for weight in self.weights for part in stored(weight))
 
     def clear(self) -> None:
-        """Leave its slots without a weight."""
         for slot in (slot for slots in self.slots.values() for slot in slots):
             parameter_slots(slot.module)[slot.key] = None
 
     def put(self, weights: list[Tensor]) -> None:
-        """Fill its slots."""
         for slots, weight, requires_grad in zip(self.slots.values(), weights, self._requires_grad, strict=True):
             parameter = as_parameter(weight, requires_grad)
             for slot in slots:

@@ -33,7 +33,6 @@ class Part(NamedTuple):
     dtype: torch.dtype
 
     def view(self, run: Tensor) -> Tensor:
-        """View this tensor in a run `[bytes]`."""
         flat = run[self.offset : self.offset + self.nbytes].view(self.dtype)
         return flat.as_strided(self.shape, self.stride, flat.storage_offset())
 

@@ -247,7 +247,6 @@ class ShardedWeights:
 
     @property
     def _expected(self) -> ShardedBlock | None:
-        """The block that is expected next."""
         return self._order[self._place] if self._place < len(self._order) else None
 
     def _fetch_next(self) -> None:
@@ -312,7 +311,6 @@ class ShardedWeights:
                 sharded.fill(None)
 
     def _new_buffer(self, nbytes: int) -> Tensor:
-        """Allocate memory for a block."""
         with _plain():
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
