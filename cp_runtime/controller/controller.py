@@ -67,7 +67,7 @@ class Controller:
 
     def resident(self, key: str) -> Resident | None:
         """Return the model that the workers hold under a key, or None."""
-        return None if (workers := self.workers) is None else workers.held.get(key)
+        return None if (workers := self.workers) is None else workers.models.held.get(key)
 
     def on_device(self, key: str) -> bool:
         """Return whether the workers hold a model, and have it on this process's device or put it there with the next call."""
@@ -98,7 +98,7 @@ class Controller:
 
         def run(call: ModelCall) -> tuple[Any, CallRecord]:
             workers = self._loaded(config, target, cancelled)
-            workers.attach_networks(call, cancelled)
+            workers.models.attach_networks(call, cancelled)
             return workers.call(config, target, call, node, self.journal.run, cancelled)
 
         with self._exclusive(cancelled), self._noted():
@@ -120,7 +120,7 @@ class Controller:
             return
         with self._lock:
             workers = self.workers
-            if workers is not None and key in workers.held:
+            if workers is not None and key in workers.models.held:
                 self._unload(workers, key)
 
     def make_room(self, device: torch.device, key: str | None = None) -> None:
@@ -131,7 +131,7 @@ class Controller:
             return  # do not wait for the lock with nothing to do
         with self._lock:
             if workers is self.workers and workers.pool.alive and (key is None or self.on_device(key)):
-                self._free(workers, partial(workers.make_room, str(device), key))
+                self._free(workers, partial(workers.models.make_room, str(device), key))
 
     def restart(self) -> Future[bool]:
         """Kill the workers, whatever they do, and start them again; a prompt in a call fails. Returns at once, in any thread.
@@ -222,13 +222,13 @@ class Controller:
         model that needs the room; it may take less from now on."""
         workers = self.workers
         if workers is not None:
-            workers.use_less_memory(target)
-        while workers is not None and workers.held:  # none, where the pool failed
-            self._unload(workers, next(iter(workers.held)))
+            workers.models.use_less_memory(target)
+        while workers is not None and workers.models.held:  # none, where the pool failed
+            self._unload(workers, next(iter(workers.models.held)))
         self._free_for_ranks(config.local)
 
     def _unload(self, workers: Workers, key: str) -> None:
-        self._free(workers, partial(workers.unload, key))
+        self._free(workers, partial(workers.models.unload, key))
 
     def _free(self, workers: Workers, free: Callable[[], None]) -> None:
         try:
@@ -245,11 +245,11 @@ class Controller:
         if workers is None or not workers.serves(config):
             workers = self._start(config, cancelled)
         unused = {key for key, models in list(self._owners.items()) if not models and key != target.key}
-        workers.drop(unused & workers.held.keys(), cancelled)
-        if not workers.has(config, target):
-            choice = workers.choose_placement(config, target, cancelled)
-            workers.load(config, target, choice, cancelled)
-        workers.held[target.key].aside = False
+        workers.models.drop(unused & workers.models.held.keys(), cancelled)
+        if not workers.models.has(config, target):
+            choice = workers.models.choose_placement(config, target, cancelled)
+            workers.models.load(config, target, choice, cancelled)
+        workers.models.held[target.key].aside = False
         return workers
 
     def _start(self, config: RuntimeConfig, cancelled: Callable[[], bool] | None = None) -> Workers:

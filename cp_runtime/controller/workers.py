@@ -1,35 +1,29 @@
-"""A pool of ranks, and this process's record of what they hold. All of it is replaced together with the pool."""
+"""A pool of ranks and its calls. All of it is replaced together with the pool."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import time
-import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
-
 from ..engine.measuring import device_driver
-from ..errors import ContextParallelError, RankOutOfMemory
-from ..pool.channel import SharedBlock
+from ..errors import RankOutOfMemory
 from ..pool.config import RuntimeConfig, WorkerSite
 from ..pool.forking import OtherMachines
-from ..pool.messages import AttachNetwork, Available, Call, CallReport, Drop, MakeRoom
-from ..pool.protocol import TensorPacker, flatten
-from ..pool.settings import OFFLOADED, PLACEMENTS, SHARDED, STAGED, WHOLE
-from ..pool.tensor_cache import CallEncoder
+from ..pool.messages import Call, CallReport
+from ..pool.settings import OFFLOADED, SHARDED, STAGED
 from ..pool.worker_pool import WorkerPool
 from ..timing.choice import Chooser
 from ..timing.prediction import Ranks, Run
 from ..timing.times import Times, digest
 from .calls import ModelCall, ModelState, Pace
 from .journal import Failure
-from .placement import GB, Choice, Resident, Shortages, asked_of, choose, held_parts, next_smaller
-from .run_stats import CallRecord, Node, RunStats, unit_of
+from .models import Models
+from .placement import Shortages
+from .run_stats import CallRecord, Node, RunStats
 
 log = logging.getLogger("context_parallel")
 
@@ -37,7 +31,7 @@ UNLOAD_TIMEOUT = 15.0
 
 
 class Workers:
-    """The ranks of one pool and what they hold. One caller at a time; any thread may read the attributes.
+    """The ranks of one pool. One caller at a time; any thread may read the attributes.
 
     Args:
         on_change: called when the status has changed.
@@ -45,6 +39,7 @@ class Workers:
         times: of calls and starts.
 
     Attributes:
+        models: that the ranks hold.
         last_call, last_vae_call: of whatever model, and of a VAE; None before the first one.
         sampling: whether the current call, or the last one, belongs to a sampling run.
         failure: with which the ranks were used last; None = they did well.
@@ -62,20 +57,15 @@ class Workers:
         others: OtherMachines | None = None,
     ) -> None:
         self.pool = WorkerPool(config, site, others)
+        self.models = Models(self.pool, shortages, on_change)
         self.last_call: CallRecord | None = None
         self.last_vae_call: CallRecord | None = None
         self.sampling = False
         self.failure: Failure | None = None
         self.comparing = False
         self._times = times
-        self._on_change = on_change
-        self._model = ""  # name of the model of the last load or call
-        self._resident: dict[str, Resident] = {}  # by key
         self._shortages = shortages
-        self._networks: dict[str, weakref.ref[nn.Module]] = {}  # that the ranks hold, by key
         self._left: set[str] = set()  # kinds of blocks that are not compiled; the log has named them
-        self._slow: set[str] = set()  # keys of models whose weights come more slowly over the link than one device would compute
-        self._encoder = CallEncoder()
         self.pace = Pace()
 
     def start(self, cancelled: Callable[[], bool] | None) -> None:
@@ -99,7 +89,7 @@ class Workers:
     def loading(self) -> tuple[str, float | None] | None:
         """The model that is being loaded: its name, and `loaded`. None while nothing is loaded."""
         loaded = self.loaded
-        return (self._model, loaded) if self.pool.command == "load" or loaded is not None else None
+        return (self.models.name, loaded) if self.pool.command == "load" or loaded is not None else None
 
     @property
     def loaded(self) -> float | None:
@@ -117,33 +107,10 @@ class Workers:
         return min((self.pool.progress(rank).modules for rank in range(len(self.pool.processes))), default=0)
 
     @property
-    def models(self) -> list[str]:
-        """The models that the ranks hold, as ComfyUI's loaders name their files."""
-        return sorted(self.placements)
-
-    @property
-    def placements(self) -> dict[str, str]:
-        """Where the ranks keep each of these models, and why, in words."""
-        found: dict[str, str] = {}
-        for resident in list(self._resident.values()):
-            same = sum(name == resident.name or name.startswith(f"{resident.name} (") for name in found)
-            found[f"{resident.name} ({same + 1})" if same else resident.name] = resident.choice.reason
-        return found
-
-    @property
-    def memory(self) -> dict[str, dict[str, str]]:
-        """What each of the ranks' devices holds of these models: `Resident.parts`."""
-        return {resident.name: resident.parts for resident in list(self._resident.values())}
-
-    @property
-    def held(self) -> dict[str, Resident]:
-        """The models that the ranks hold, by key."""
-        return self._resident if self.pool.alive else {}
-
-    @property
     def room(self) -> int | None:
         """Bytes that a call can take on the device of every rank, after the last call; None before it and where ranks are CPUs."""
-        return None if self.last_call is None else self._for_every_rank([report.outcome.room for report in self.last_call.reports])
+        last = self.last_call
+        return None if last is None else self.models.for_every_rank([report.outcome.room for report in last.reports])
 
     def serves(self, config: RuntimeConfig) -> bool:
         """Return whether calls with this config can run here."""
@@ -151,124 +118,6 @@ class Workers:
 
     def _pool_key(self, config: RuntimeConfig) -> tuple[Any, ...]:
         return config.devices, config.backend, config.shares, max(config.step_timeout, self.pool.load_timeout)
-
-    def has(self, config: RuntimeConfig, target: ModelState) -> bool:
-        """Return whether the ranks hold this state of a model, with a placement that suits the calls to come."""
-        resident = self.held.get(target.key)
-        if resident is None or (resident.patches_uuid, resident.asked) != (target.patches_uuid, asked_of(config)):
-            return False
-        if config.weights != "auto" or config.pipeline is not None:
-            return True
-        if self._wants_stages(target) and resident.choice.placement in (SHARDED, OFFLOADED):
-            return False
-        return target.demand.call <= resident.call_bytes or resident.choice.placement in (OFFLOADED, STAGED)
-
-    def choose_placement(self, config: RuntimeConfig, target: ModelState, cancelled: Callable[[], bool]) -> Choice:
-        """Choose where the ranks keep a model. Models that they hold already can make way, and count as free memory."""
-        if config.weights != "auto" or config.pipeline is not None:
-            return choose(config, target.demand, None)
-        room = config.memory_per_rank * GB or self._for_every_rank(
-            [reply.available for reply in self.pool.request(Available(), cancelled=cancelled)]
-        )
-        resident = self.held.get(target.key)
-        tried = self._shortages.of(config.devices, target.key)
-        known = [next_smaller(target.demand, each, config.world_size) or each for each in tried if each != STAGED]
-        if resident is not None and resident.asked == asked_of(config) and resident.choice.placement != STAGED:
-            known.append(resident.choice.placement)  # for a larger call
-        slow = self._wants_stages(target) and STAGED not in tried
-        return choose(config, target.demand, room, max(known, key=PLACEMENTS.index, default=WHOLE), slow)
-
-    def _wants_stages(self, target: ModelState) -> bool:
-        """Return whether a link was too slow for a model's weights, and there are blocks for a stage per rank."""
-        return target.key in self._slow and target.demand.stages >= self.pool.world_size
-
-    def use_less_memory(self, target: ModelState) -> None:
-        """Note that a rank ran out of memory: from its next load on, the model takes less of it where it can."""
-        resident = self._resident.get(target.key)
-        if resident is not None:
-            self._shortages.note(self.pool.config.devices, target.key, resident.choice.placement)
-
-    def _for_every_rank(self, free: list[int | None]) -> int | None:
-        """Return the bytes that every rank can take, given what each sees of its device; None where ranks are CPUs."""
-        known = [each for each in free if each is not None]
-        devices = self.pool.config.devices
-        if len(known) < len(free):
-            return None
-        return min(known) * len(set(devices)) // len(devices)  # each of the ranks that share a device counts its memory
-
-    def drop(self, forgotten: Collection[str], cancelled: Callable[[], bool]) -> None:
-        """Have the ranks drop models that this process no longer has, by their keys, and networks of patches that are gone."""
-        gone = [key for key, network in self._networks.items() if network() is None]
-        if gone or forgotten:
-            self._drop((*gone, *forgotten), cancelled=cancelled)
-
-    def load(self, config: RuntimeConfig, target: ModelState, choice: Choice, cancelled: Callable[[], bool]) -> None:
-        """Make the ranks' model equal to `target`, with its weights where `choice` says. Raises MirrorError: a rank's model is not
-        the UI's; PoolError: the pool failed."""
-        resident = self.held.get(target.key)
-        stages = config.staged.stages
-        same = resident is not None and (resident.patches_uuid, resident.choice.placement) == (
-            target.patches_uuid,
-            choice.placement,
-        )
-        if resident is not None and same and (choice.placement != STAGED or resident.stages == stages):
-            # The same weights in the same place: only what they were chosen for is new.
-            resident.choice, resident.asked, resident.call_bytes = choice, asked_of(config), target.demand.call
-            return
-        held = target.demand.on_device(choice.placement, self.pool.world_size, stages)
-        request, packer = target.request(choice.placement, held)
-        request = replace(request, stages=stages, travelled=any(self.pool.config.machines))
-        self._resident.pop(target.key, None)
-        name = self._model = target.name
-        self._on_change()
-        try:
-            with contextlib.closing(SharedBlock()) as memory:  # not that of messages: the ranks keep it
-                with self.pool.named_errors("load"):
-                    packer.write(memory.view(packer.nbytes))
-                request = replace(request, memory=(os.getpid(), memory.fd))
-                replies = self.pool.request(request, cancelled=cancelled)
-                target.verify(request, memory.view(memory.size), replies, self.pool.pids)  # all of it, as ranks see it
-        except BaseException as error:
-            if isinstance(error, RankOutOfMemory):
-                self._shortages.note(self.pool.config.devices, target.key, choice.placement)
-            self._forget(target.key)
-            raise
-        parts = held_parts(choice.placement, held, target.demand.weights, unit_of(config.device_type))
-        asked, expected = asked_of(config), target.demand.call
-        self._resident[target.key] = Resident(name, target.patches_uuid, choice, asked, expected, held, stages, parts)
-        log.info(
-            "%s (%.0f MB, %d patched weights) is on %d ranks after %.1f s; %s",
-            name, replies[0].bytes / 1e6, len(request.patches), self.pool.world_size,
-            max(reply.seconds for reply in replies), choice.reason,
-        )  # fmt: skip
-
-    def _forget(self, key: str) -> None:
-        """Have ranks that are still well drop what they have of something that some of them failed to take: nothing else would ever
-        free it."""
-        with contextlib.suppress(ContextParallelError):  # what they failed with is the error to show
-            if self.pool.alive:
-                self._drop((key,), timeout=UNLOAD_TIMEOUT)
-
-    def _drop(self, keys: Sequence[str], **waiting: Any) -> None:
-        """Have the ranks drop models and networks, and the conditioning that they keep. For `waiting` see `WorkerPool.request`."""
-        for key in keys:
-            self._resident.pop(key, None)
-            self._networks.pop(key, None)
-        self._encoder.reset()
-        self.pool.request(Drop(keys=tuple(keys)), **waiting)
-
-    def attach_networks(self, call: ModelCall, cancelled: Callable[[], bool]) -> None:
-        """Send the networks that patches of a call refer to, each once."""
-        for key in call.networks.keys() - self._networks.keys():
-            packer = TensorPacker()
-            request = AttachNetwork(key=key, network=flatten(call.encode_network(call.networks[key]), packer.add))
-            try:
-                self.pool.request(request, packer, cancelled=cancelled)
-            except BaseException:
-                self._forget(key)
-                raise
-            self.pool.trim()
-            self._networks[key] = weakref.ref(call.networks[key])
 
     def call(
         self,
@@ -281,13 +130,13 @@ class Workers:
     ) -> tuple[Any, CallRecord]:
         """Run a call of the model `target`, which must be loaded. Returns its output and its record. `run`: that it belongs to, if
         it is one of sampling."""
-        self.sampling, placement = call.sampling, self._resident[target.key].choice.placement
+        self.sampling, placement = call.sampling, self.models.resident[target.key].choice.placement
         if not call.sampling or placement == STAGED:
             out, record = self._run(config, target.key, call, call.kind(target.key), self.pool.world_size, cancelled)
         else:
             out, record = self._timed(config, target, call, run, cancelled)
         if config.weights == "auto" and placement in (SHARDED, OFFLOADED) and self._link_is_slow(record):
-            self._slow.add(target.key)
+            self.models.slow.add(target.key)
         self.last_call = record = replace(record, node=node)
         if not call.sampling:
             self.last_vae_call = record
@@ -326,7 +175,7 @@ class Workers:
     def _ranks(self, config: RuntimeConfig, key: str) -> Ranks:
         if self.pool.measured is None:
             raise RuntimeError("the ranks are not ready")
-        return Ranks(self.pool.measured, self.pool.shares, config.sequence, config.batch_degree, self._sharded(key))
+        return Ranks(self.pool.measured, self.pool.shares, config.sequence, config.batch_degree, self.models.sharded(key))
 
     def _add(self, kind: str, who: str, record: CallRecord, run: RunStats) -> None:
         """Put what a call took into the table, with what the sampler does between two calls. The first one of a run may warm
@@ -374,15 +223,12 @@ class Workers:
         """Return whether the devices have this much memory, in bytes, for a call after the last one."""
         return self.room is None or nbytes <= self.room
 
-    def _sharded(self, key: str) -> bool:
-        return self._resident[key].choice.placement != WHOLE
-
     def _run(
         self, config: RuntimeConfig, key: str, call: ModelCall, kind: str, ranks: int, cancelled: Callable[[], bool]
     ) -> tuple[Any, CallRecord]:
         """Run a call of the model `key` on so many ranks. Returns its output and its record."""
         began = time.monotonic()
-        value, drop, packer = self._encoder.encode(call.arguments, {*call.leading, *call.in_place})
+        value, drop, packer = self.models.encoder.encode(call.arguments, {*call.leading, *call.in_place})
         request = Call(
             key=key,
             method=call.method,
@@ -395,15 +241,14 @@ class Workers:
             compile=call.compile,
             compile_or_raise=config.on_unsupported == "error",
             cancel_every=self.pace.modules_per_check(kind, ranks),
-            pipeline=config.staged if self._resident[key].choice.placement == STAGED else None,
+            pipeline=config.staged if self.models.resident[key].choice.placement == STAGED else None,
             cuda_graphs=config.cuda_graphs,
             value=value,
             drop=drop,
         )
-        self._model = self._resident[key].name
-        self._on_change()
+        self.models.begin(self.models.resident[key].name)
         replies = self.pool.request(request, packer, timeout=config.step_timeout, cancelled=cancelled)
-        self._encoder.delivered()
+        self.models.encoder.delivered()
         self._warn_of_left(replies)
         out = self.pool.result(replies, call.device)
         seconds = time.monotonic() - began
@@ -417,25 +262,6 @@ class Workers:
             if block not in self._left:
                 self._left.add(block)
                 log.warning("Torch Compile: blocks of kind %s run as they are: %s", block, why)
-
-    def unload(self, key: str) -> None:
-        """Make the ranks drop a model, all networks, and the conditioning that they keep."""
-        self._drop((key, *self._networks), timeout=UNLOAD_TIMEOUT)
-        self.pool.trim()
-
-    def make_room(self, device: str, key: str | None) -> None:
-        """Make the ranks on a device give back freed memory that they keep, and a model's memory until its next call.
-
-        Args:
-            key: of that model; None = none. A model whose weights are shared out leaves all devices, and the host's memory as well,
-                since the parts on the other ranks would be of no use.
-        """
-        ranks = {rank for rank, other in enumerate(self.pool.config.devices) if other == device}
-        if key is not None:
-            ranks = set(range(self.pool.world_size)) if self._sharded(key) else ranks
-            self._resident[key].aside = True
-            self._encoder.reset()
-        self.pool.request(MakeRoom(key=key, ranks=tuple(sorted(ranks))), timeout=UNLOAD_TIMEOUT)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ def test_unload_raises_nothing_and_ends_the_workers():
     workers.pool.start()
     key = "x" * (MAX_HEADER + 1)  # no message can carry it: an error that is no PoolError
     resident = Resident("x", "u", Choice("whole", ""), asked=("auto", 0.0), call_bytes=0.0, device_bytes=0, parts={}, stages=0)
-    workers._resident[key] = resident
+    workers.models.resident[key] = resident
     controller.unload(key)
     assert not workers.pool.alive
     assert "is above the limit" in controller.journal.last_error.message

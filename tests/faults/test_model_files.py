@@ -140,10 +140,10 @@ def test_ranks_drop_a_model_that_failed_to_load(model_ranks, shelf):
     folder = shelf / "models" / "diffusion_models"
     path = str(shutil.copy(folder / "flux.safetensors", folder / "differing.safetensors"))
     workers = Workers(model_ranks.config, model_ranks.site, lambda: None, Shortages(), Times())
-    workers.pool = model_ranks
+    workers.pool = workers.models._pool = model_ranks
     pids = list(model_ranks.pids)
     with pytest.raises(MirrorError):
-        workers.load(model_ranks.config, Differing(path), Choice("whole", ""), lambda: False)
+        workers.models.load(model_ranks.config, Differing(path), Choice("whole", ""), lambda: False)
     assert model_ranks.pids == pids
     assert not any(maps(pid, path) for pid in pids)
     os.unlink(path)

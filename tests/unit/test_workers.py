@@ -31,7 +31,7 @@ class Ran(Workers):
         super().__init__(CONFIG, WorkerSite(), lambda: None, Shortages(), times)
         self.pool.measured = FAST.measured
         self._chooser, self.counts = Chooser(times, "", "", 4), []
-        self._resident = {"k": SimpleNamespace(choice=Choice("whole", ""))}
+        self.models.resident = {"k": SimpleNamespace(choice=Choice("whole", ""))}
 
     def _run(self, config, key, call, kind, ranks, cancelled):
         self.counts.append(ranks)

@@ -57,5 +57,5 @@ def _drop_all_but(kept: Sequence[Any], device: torch.device) -> None:
     workers = CONTROLLER.workers
     if workers is not None and device == comfy.model_management.get_torch_device():
         used = {notes_of(loaded.model.model).key for loaded in kept if isinstance(loaded.model, ContextParallelPatcher)}
-        for key in set(workers.held) - used:
+        for key in set(workers.models.held) - used:
             CONTROLLER.unload(key)

@@ -1,0 +1,221 @@
+"""The models that the ranks hold, as this process notes them: which weight patches are in them, and where their weights are."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from ..errors import ContextParallelError, RankOutOfMemory
+from ..pool.channel import SharedBlock
+from ..pool.config import RuntimeConfig
+from ..pool.messages import AttachNetwork, Available, Drop, MakeRoom
+from ..pool.protocol import TensorPacker, flatten
+from ..pool.settings import OFFLOADED, PLACEMENTS, SHARDED, STAGED, WHOLE
+from ..pool.tensor_cache import CallEncoder
+from ..pool.worker_pool import WorkerPool
+from .calls import ModelCall, ModelState
+from .placement import GB, Choice, Resident, Shortages, asked_of, choose, held_parts, next_smaller
+from .run_stats import unit_of
+
+log = logging.getLogger("context_parallel")
+
+UNLOAD_TIMEOUT = 15.0
+
+
+class Models:
+    """Models and networks on the ranks of a pool. One caller at a time; any thread may read the attributes.
+
+    Args:
+        shortages: what ranks ran out of memory with, in this pool or one before.
+        on_change: called when the status has changed.
+
+    Attributes:
+        name: of the model of the last load or call; empty before.
+        encoder: of arguments of calls; ranks keep the tensors.
+        resident: those that the ranks hold, by key; of no meaning once they have ended.
+        slow: keys of models whose weights come more slowly over the link than one device would compute.
+    """
+
+    def __init__(self, pool: WorkerPool, shortages: Shortages, on_change: Callable[[], None]) -> None:
+        self.name = ""
+        self.encoder = CallEncoder()
+        self.slow: set[str] = set()
+        self._pool, self._shortages, self._on_change = pool, shortages, on_change
+        self.resident: dict[str, Resident] = {}
+        self._networks: dict[str, weakref.ref[nn.Module]] = {}  # by key
+
+    @property
+    def names(self) -> list[str]:
+        """Their files, as ComfyUI's loaders name them."""
+        return sorted(self.placements)
+
+    @property
+    def placements(self) -> dict[str, str]:
+        """Where the ranks keep each of them, and why, in words; by name."""
+        found: dict[str, str] = {}
+        for resident in list(self.resident.values()):
+            same = sum(name == resident.name or name.startswith(f"{resident.name} (") for name in found)
+            found[f"{resident.name} ({same + 1})" if same else resident.name] = resident.choice.reason
+        return found
+
+    @property
+    def memory(self) -> dict[str, dict[str, str]]:
+        """What each of the ranks' devices holds of them: `Resident.parts`; by name."""
+        return {resident.name: resident.parts for resident in list(self.resident.values())}
+
+    @property
+    def held(self) -> dict[str, Resident]:
+        """Those of ranks that are alive, by key."""
+        return self.resident if self._pool.alive else {}
+
+    def begin(self, name: str) -> None:
+        """Note the name of the model of a load or a call."""
+        self.name = name
+        self._on_change()
+
+    def has(self, config: RuntimeConfig, target: ModelState) -> bool:
+        """Return whether the ranks hold this state of a model, with a placement that suits the calls to come."""
+        resident = self.held.get(target.key)
+        if resident is None or (resident.patches_uuid, resident.asked) != (target.patches_uuid, asked_of(config)):
+            return False
+        if config.weights != "auto" or config.pipeline is not None:
+            return True
+        if self._wants_stages(target) and resident.choice.placement in (SHARDED, OFFLOADED):
+            return False
+        return target.demand.call <= resident.call_bytes or resident.choice.placement in (OFFLOADED, STAGED)
+
+    def choose_placement(self, config: RuntimeConfig, target: ModelState, cancelled: Callable[[], bool]) -> Choice:
+        """Choose where the ranks keep a model. Models that they hold already can make way, and count as free memory."""
+        if config.weights != "auto" or config.pipeline is not None:
+            return choose(config, target.demand, None)
+        room = config.memory_per_rank * GB or self.for_every_rank(
+            [reply.available for reply in self._pool.request(Available(), cancelled=cancelled)]
+        )
+        resident = self.held.get(target.key)
+        tried = self._shortages.of(config.devices, target.key)
+        known = [next_smaller(target.demand, each, config.world_size) or each for each in tried if each != STAGED]
+        if resident is not None and resident.asked == asked_of(config) and resident.choice.placement != STAGED:
+            known.append(resident.choice.placement)  # for a larger call
+        slow = self._wants_stages(target) and STAGED not in tried
+        return choose(config, target.demand, room, max(known, key=PLACEMENTS.index, default=WHOLE), slow)
+
+    def _wants_stages(self, target: ModelState) -> bool:
+        """Return whether a link was too slow for a model's weights, and there are blocks for a stage per rank."""
+        return target.key in self.slow and target.demand.stages >= self._pool.world_size
+
+    def use_less_memory(self, target: ModelState) -> None:
+        """Note that a rank ran out of memory: from its next load on, the model takes less of it where it can."""
+        resident = self.resident.get(target.key)
+        if resident is not None:
+            self._shortages.note(self._pool.config.devices, target.key, resident.choice.placement)
+
+    def for_every_rank(self, free: list[int | None]) -> int | None:
+        """Return the bytes that every rank can take, given what each sees of its device; None where ranks are CPUs."""
+        known = [each for each in free if each is not None]
+        devices = self._pool.config.devices
+        if len(known) < len(free):
+            return None
+        return min(known) * len(set(devices)) // len(devices)  # each of the ranks that share a device counts its memory
+
+    def drop(self, forgotten: Collection[str], cancelled: Callable[[], bool]) -> None:
+        """Have the ranks drop models that this process no longer has, by their keys, and networks of patches that are gone."""
+        gone = [key for key, network in self._networks.items() if network() is None]
+        if gone or forgotten:
+            self._drop((*gone, *forgotten), cancelled=cancelled)
+
+    def load(self, config: RuntimeConfig, target: ModelState, choice: Choice, cancelled: Callable[[], bool]) -> None:
+        """Make the ranks' model equal to `target`, with its weights where `choice` says. Raises MirrorError: a rank's model is not
+        the UI's; PoolError: the pool failed."""
+        resident = self.held.get(target.key)
+        stages = config.staged.stages
+        same = resident is not None and (resident.patches_uuid, resident.choice.placement) == (
+            target.patches_uuid,
+            choice.placement,
+        )
+        if resident is not None and same and (choice.placement != STAGED or resident.stages == stages):
+            # The same weights in the same place: only what they were chosen for is new.
+            resident.choice, resident.asked, resident.call_bytes = choice, asked_of(config), target.demand.call
+            return
+        held = target.demand.on_device(choice.placement, self._pool.world_size, stages)
+        request, packer = target.request(choice.placement, held)
+        request = replace(request, stages=stages, travelled=any(self._pool.config.machines))
+        self.resident.pop(target.key, None)
+        name = target.name
+        self.begin(name)
+        try:
+            with contextlib.closing(SharedBlock()) as memory:  # not that of messages: the ranks keep it
+                with self._pool.named_errors("load"):
+                    packer.write(memory.view(packer.nbytes))
+                request = replace(request, memory=(os.getpid(), memory.fd))
+                replies = self._pool.request(request, cancelled=cancelled)
+                target.verify(request, memory.view(memory.size), replies, self._pool.pids)  # all of it, as ranks see it
+        except BaseException as error:
+            if isinstance(error, RankOutOfMemory):
+                self._shortages.note(self._pool.config.devices, target.key, choice.placement)
+            self._forget(target.key)
+            raise
+        parts = held_parts(choice.placement, held, target.demand.weights, unit_of(config.device_type))
+        asked, expected = asked_of(config), target.demand.call
+        self.resident[target.key] = Resident(name, target.patches_uuid, choice, asked, expected, held, stages, parts)
+        log.info(
+            "%s (%.0f MB, %d patched weights) is on %d ranks after %.1f s; %s",
+            name, replies[0].bytes / 1e6, len(request.patches), self._pool.world_size,
+            max(reply.seconds for reply in replies), choice.reason,
+        )  # fmt: skip
+
+    def _forget(self, key: str) -> None:
+        """Have ranks that are still well drop what they have of something that some of them failed to take: nothing else would ever
+        free it."""
+        with contextlib.suppress(ContextParallelError):  # what they failed with is the error to show
+            if self._pool.alive:
+                self._drop((key,), timeout=UNLOAD_TIMEOUT)
+
+    def _drop(self, keys: Sequence[str], **waiting: Any) -> None:
+        """Have the ranks drop models and networks, and the conditioning that they keep. For `waiting` see `WorkerPool.request`."""
+        for key in keys:
+            self.resident.pop(key, None)
+            self._networks.pop(key, None)
+        self.encoder.reset()
+        self._pool.request(Drop(keys=tuple(keys)), **waiting)
+
+    def attach_networks(self, call: ModelCall, cancelled: Callable[[], bool]) -> None:
+        """Send the networks that patches of a call refer to, each once."""
+        for key in call.networks.keys() - self._networks.keys():
+            packer = TensorPacker()
+            request = AttachNetwork(key=key, network=flatten(call.encode_network(call.networks[key]), packer.add))
+            try:
+                self._pool.request(request, packer, cancelled=cancelled)
+            except BaseException:
+                self._forget(key)
+                raise
+            self._pool.trim()
+            self._networks[key] = weakref.ref(call.networks[key])
+
+    def unload(self, key: str) -> None:
+        """Make the ranks drop a model, all networks, and the conditioning that they keep."""
+        self._drop((key, *self._networks), timeout=UNLOAD_TIMEOUT)
+        self._pool.trim()
+
+    def make_room(self, device: str, key: str | None) -> None:
+        """Make the ranks on a device give back freed memory that they keep, and a model's memory until its next call.
+
+        Args:
+            key: of that model; None = none. A model whose weights are shared out leaves all devices, and the host's memory as well,
+                since the parts on the other ranks would be of no use.
+        """
+        ranks = {rank for rank, other in enumerate(self._pool.config.devices) if other == device}
+        if key is not None:
+            ranks = set(range(self._pool.world_size)) if self.sharded(key) else ranks
+            self.resident[key].aside = True
+            self.encoder.reset()
+        self._pool.request(MakeRoom(key=key, ranks=tuple(sorted(ranks))), timeout=UNLOAD_TIMEOUT)
+
+    def sharded(self, key: str) -> bool:
+        return self.resident[key].choice.placement != WHOLE
