@@ -9,7 +9,6 @@ format, object patches on them.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -31,7 +30,6 @@ from ...engine.weights.cast import settle
 from ...errors import UnsupportedError
 from ...families import PLANS, class_name
 from ...pool.config import RuntimeConfig
-from ...pool.worker_pool import CallCancelled
 from ..shared.files import ModelFiles
 from ..shared.patches import applied_patches, changes_shape, encode_weight_patches
 from ..shared.recipe import place_of
@@ -39,6 +37,7 @@ from ..shared.weights import PREFIX, is_dynamic
 from .files import share_file_pages
 from .interception import OnOneDevice, intercept, release
 from .obstacles import check_model, check_stages
+from .progress import with_cancel
 from .recipes import recipe_of
 from .residency import convert, give_back, make_way
 from .runtime import CONTROLLER, model_folders, reloading_changed_files
@@ -48,8 +47,6 @@ log = logging.getLogger("context_parallel")
 
 READ_HERE = (PREFIX + "x_embedder.", PREFIX + "y_embedder.")  # by ControlNets for SD3.5
 FEW_STEPS = 8
-QUIET = 1.0  # seconds that loading takes before it is worth a bar; samplers count their steps with the same one
-FULL = 100
 
 
 class Run(NamedTuple):
@@ -363,46 +360,3 @@ def raise_or_warn(error: UnsupportedError, config: RuntimeConfig, instead: str, 
         CONTROLLER.journal.fail(error, executing_node())
         raise error from None
     log.warning("%s: %s", instead, error)
-
-
-def with_cancel(run: Callable[[Callable[[], bool]], Any], steps: int = 0) -> Any:
-    """Run something on the workers that polls for Cancel; a cancelled command of the pool becomes ComfyUI's interrupt. `steps`: of
-    the call, shown with every poll; 0 = they are not known, or the caller counts them."""
-    try:
-        return run(WorkBar(steps).poll)
-    except CallCancelled:
-        comfy.model_management.throw_exception_if_processing_interrupted()
-        raise comfy.model_management.InterruptProcessingException from None
-
-
-class WorkBar:
-    """ComfyUI's progress bar of a node: the loaded percentage of a model, and the steps of a call."""
-
-    def __init__(self, steps: int) -> None:
-        self._done = 0
-        self._bar = comfy.utils.ProgressBar(steps) if steps else None
-        self._began: float | None = None
-        self._shown: int | None = None  # percentage
-
-    def poll(self) -> bool:
-        """Show how far the ranks are; a bar goes back to the start when no model is loaded any more. Return whether the user has
-        cancelled."""
-        if comfy.model_management.processing_interrupted():
-            return True
-        workers = CONTROLLER.workers
-        loaded, done = (None, 0) if workers is None else (workers.loaded, workers.modules)
-        if loaded is None:
-            value, self._began = (None if self._shown is None else 0), None
-        else:
-            self._began = self._began or time.monotonic()
-            value = round(FULL * loaded) if time.monotonic() - self._began >= QUIET else None
-        try:
-            if value not in (None, self._shown):
-                comfy.utils.ProgressBar(FULL).update_absolute(value)  # a new one shows its first value at once
-                self._shown = value
-            if self._bar is not None and done > self._done:
-                self._done = done
-                self._bar.update_absolute(done)
-        except comfy.model_management.InterruptProcessingException:  # cancelled since
-            return True
-        return False

@@ -1,0 +1,59 @@
+"""Cancel and ComfyUI's progress bar while the ranks are at work."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import comfy.model_management
+import comfy.utils
+
+from ...pool.worker_pool import CallCancelled
+from .runtime import CONTROLLER
+
+QUIET = 1.0  # seconds that loading takes before it is worth a bar; samplers count their steps with the same one
+FULL = 100
+
+
+def with_cancel(run: Callable[[Callable[[], bool]], Any], steps: int = 0) -> Any:
+    """Run something on the workers that polls for Cancel; a cancelled command of the pool becomes ComfyUI's interrupt. `steps`: of
+    the call, shown with every poll; 0 = they are not known, or the caller counts them."""
+    try:
+        return run(WorkBar(steps).poll)
+    except CallCancelled:
+        comfy.model_management.throw_exception_if_processing_interrupted()
+        raise comfy.model_management.InterruptProcessingException from None
+
+
+class WorkBar:
+    """ComfyUI's progress bar of a node: the loaded percentage of a model, and the steps of a call."""
+
+    def __init__(self, steps: int) -> None:
+        self._done = 0
+        self._bar = comfy.utils.ProgressBar(steps) if steps else None
+        self._began: float | None = None
+        self._shown: int | None = None  # percentage
+
+    def poll(self) -> bool:
+        """Show how far the ranks are; a bar goes back to the start when no model is loaded any more. Return whether the user has
+        cancelled."""
+        if comfy.model_management.processing_interrupted():
+            return True
+        workers = CONTROLLER.workers
+        loaded, done = (None, 0) if workers is None else (workers.loaded, workers.modules)
+        if loaded is None:
+            value, self._began = (None if self._shown is None else 0), None
+        else:
+            self._began = self._began or time.monotonic()
+            value = round(FULL * loaded) if time.monotonic() - self._began >= QUIET else None
+        try:
+            if value not in (None, self._shown):
+                comfy.utils.ProgressBar(FULL).update_absolute(value)  # a new one shows its first value at once
+                self._shown = value
+            if self._bar is not None and done > self._done:
+                self._done = done
+                self._bar.update_absolute(done)
+        except comfy.model_management.InterruptProcessingException:  # cancelled since
+            return True
+        return False
