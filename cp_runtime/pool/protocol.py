@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeGuard, Union, get_args, get_origin, get_type_hints
 
@@ -114,7 +114,7 @@ class TensorPacker:
 def tensor_view(block: Tensor, dtype: torch.dtype, shape: Sequence[int], offset: int) -> Tensor:
     """View bytes of a uint8 tensor as a tensor. Raises ProtocolError: the tensor would not lie inside the block."""
     count = math.prod(shape) * dtype.itemsize
-    if offset < 0 or offset % ALIGNMENT or any(size < 0 for size in shape) or offset + count > block.numel():
+    if offset < 0 or offset % ALIGNMENT or min(shape, default=0) < 0 or offset + count > block.numel():
         raise ProtocolError(f"a tensor of {count} bytes at {offset} lies outside of the {block.numel()} bytes sent")
     return block[offset : offset + count].view(dtype).view(tuple(shape))
 
@@ -126,7 +126,7 @@ def read_tensor(block: Tensor, leaf: Tree) -> Tensor:
         dtype = _DTYPES[name]
     except (KeyError, TypeError, ValueError) as error:
         raise ProtocolError(f"unknown leaf in a message: {str(leaf)[:80]}") from error
-    if type(shape) is not list or any(type(number) is not int for number in (*shape, offset)):
+    if type(shape) is not list or not {int}.issuperset(map(type, (*shape, offset))):
         raise ProtocolError(f"unknown leaf in a message: {str(leaf)[:80]}")
     return tensor_view(block, dtype, shape, offset)
 
@@ -149,32 +149,66 @@ def decode(kind: Any, value: Any) -> Any:
     Raises:
         ValueError: it is none.
     """
-    origin = get_origin(kind)
+    return _decoder(kind)(value)
+
+
+@lru_cache
+def _decoder(kind: Any) -> Callable[[Any], Any]:
+    """Return the function that decodes values of a kind: types are looked at once, and not for every message."""
+    origin, parts = get_origin(kind), get_args(kind)
     if kind is Any:
-        return value
+        return lambda value: value
     if isinstance(kind, type) and is_dataclass(kind):
         hints = fields_of(kind)
-        if isinstance(value, dict) and value.keys() == hints.keys():
-            return kind(**{name: decode(hint, value[name]) for name, hint in hints.items()})
-    elif origin is tuple:
-        kinds = get_args(kind)
-        if isinstance(value, list | tuple) and kinds[-1] is Ellipsis:
-            return tuple(decode(kinds[0], each) for each in value)
-        if isinstance(value, list | tuple) and len(value) == len(kinds):
-            return tuple(map(decode, kinds, value))
-    elif origin in (dict, Mapping):
-        if isinstance(value, dict):
-            return {name: decode(get_args(kind)[1], each) for name, each in value.items()}
-    elif origin in (Union, UnionType):
-        (inner,) = (each for each in get_args(kind) if each is not NoneType)
-        return None if value is None else decode(inner, value)
-    elif origin is Literal:
-        if value in get_args(kind):
-            return value
-    elif kind in (str, bool):
-        if isinstance(value, kind):
-            return value
-    elif is_number(value) and (kind is float or isinstance(value, int)):
+        checked = [(name, _plain(hint), _decoder(hint)) for name, hint in hints.items() if hint is not Any]
+        return partial(_decode_fields, kind, hints.keys(), checked)
+    if origin is tuple and parts[-1] is Ellipsis:
+        each = _decoder(parts[0])
+        return lambda value: tuple(map(each, _checked(kind, value, (list, tuple))))
+    if origin is tuple:
+        decoders = tuple(map(_decoder, parts))
+        return lambda value: tuple(
+            decoder(item) for decoder, item in zip(decoders, _checked(kind, value, (list, tuple), len(parts)), strict=True)
+        )
+    if origin in (dict, Mapping):
+        each = _decoder(parts[1])
+        return lambda value: {name: each(item) for name, item in _checked(kind, value, dict).items()}
+    if origin in (Union, UnionType):
+        (inner,) = (_decoder(part) for part in parts if part is not NoneType)
+        return lambda value: None if value is None else inner(value)
+    if origin is Literal:
+        return lambda value: value if value in parts else _checked(kind, value, ())
+    if kind in (str, bool):
+        return lambda value: _checked(kind, value, kind)
+    return lambda value: value if is_number(value) and (kind is float or isinstance(value, int)) else _checked(kind, value, ())
+
+
+def _decode_fields(
+    kind: type, names: Set[str], decoders: Sequence[tuple[str, frozenset[type], Callable[[Any], Any]]], value: Any
+) -> Any:
+    """Decode a dataclass. Most fields are numbers and text: they are checked right here."""
+    if not isinstance(value, dict) or value.keys() != names:
+        _checked(kind, value, ())
+    given = dict(value)
+    for name, plain, decoder in decoders:
+        item = value[name]
+        if type(item) not in plain or (type(item) in _NUMBERS and not 0 <= item < LARGEST):
+            given[name] = decoder(item)
+    return kind(**given)
+
+
+_NUMBERS = (int, float)
+
+
+def _plain(hint: Any) -> frozenset[type]:
+    """Return the types of JSON that are values of a kind as they are, numbers in their range."""
+    if get_origin(hint) in (Union, UnionType):
+        return frozenset().union(*map(_plain, get_args(hint)))
+    return frozenset({float: _NUMBERS}.get(hint, (hint,))) & {str, bool, int, float, NoneType}
+
+
+def _checked(kind: Any, value: Any, types: Any, length: int | None = None) -> Any:
+    if isinstance(value, types) and length in (None, len(value)):
         return value
     raise ValueError(f"no {getattr(kind, '__name__', kind)}: {value!r:.100}")
 

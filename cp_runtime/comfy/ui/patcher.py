@@ -303,9 +303,8 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         """Return what the ranks' copy must equal. From now on they keep it for as long as the model of this process is there."""
         recipe, notes = recipe_of(self), notes_of(self.model)
         if notes.files is None or notes.files[0] is not recipe:
-            notes.files = recipe, ModelFiles(recipe.files.items())
-        name = place_of(recipe.path, model_folders())[1]
-        target = Target(self, recipe, name, notes.files[1], self.cp_run.call_memory, encode_weight_patches)
+            notes.files = recipe, place_of(recipe.path, model_folders())[1], ModelFiles(recipe.files.items())
+        target = Target(self, *notes.files, self.cp_run.call_memory, encode_weight_patches)
         notes.key = target.key
         CONTROLLER.own(target.key, self.model)
         return target

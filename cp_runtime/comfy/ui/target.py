@@ -143,7 +143,7 @@ class ModelNotes:
         call: of the node that loaded it, if its loader leaves no recipe.
         recipe: the `cached_patcher_init` that the recipe was read from, and the recipe.
         key: of the recipe, once the controller counts this model as a user of it.
-        files: of the recipe that the ranks have loaded it by, or are to; and that recipe.
+        files: the recipe that the ranks have loaded it by, or are to; the name of its file, and its files.
         local: it runs in this process on one device, although the graph has ranks for it.
         shares_file: whether its plain weights are the pages of its file.
         demand: of its weights alone.
@@ -153,7 +153,7 @@ class ModelNotes:
     call: NodeCall | None = None
     recipe: tuple[Any, Recipe] | None = None
     key: str = ""
-    files: tuple[Recipe, ModelFiles] | None = None
+    files: tuple[Recipe, str, ModelFiles] | None = None
     local: bool = False
     shares_file: bool = False
     demand: Demand | None = None
