@@ -30,9 +30,9 @@ from support.ranks import report, worst
 from torch import Tensor
 
 from cp_runtime.engine.attention.context_parallel import context_parallel_attention
-from cp_runtime.engine.config import SequenceSettings
-from cp_runtime.engine.mesh import SequenceMesh
-from cp_runtime.engine.sharding import JointLayout
+from cp_runtime.engine.ranks.config import SequenceSettings
+from cp_runtime.engine.ranks.mesh import SequenceMesh
+from cp_runtime.engine.ranks.sharding import JointLayout
 
 HEADS, HEAD_DIM = 8, 64
 REPETITIONS = {1024: 31, 4096: 9}

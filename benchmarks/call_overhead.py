@@ -28,10 +28,10 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cp_runtime.comfy.rank.attention import attention_override
-from cp_runtime.engine.config import SequenceSettings
 from cp_runtime.engine.cost import AttentionShape, DegreePlanner, Rates
 from cp_runtime.engine.hooks import InstalledPlan
-from cp_runtime.engine.mesh import SequenceMesh
+from cp_runtime.engine.ranks.config import SequenceSettings
+from cp_runtime.engine.ranks.mesh import SequenceMesh
 from cp_runtime.families.flux import FLUX
 from cp_runtime.pool.board import Board
 from cp_runtime.pool.channel import SharedBlock

@@ -49,7 +49,7 @@ def rank_main(side: int, repetitions: int) -> None:
 
     from cp_runtime.engine.compiled import CompiledBlocks, CompileSettings
     from cp_runtime.engine.hooks import InstalledPlan
-    from cp_runtime.engine.mesh import BatchMesh
+    from cp_runtime.engine.ranks.mesh import BatchMesh
     from cp_runtime.families import plan_for
 
     spec = MODELS["flux"]

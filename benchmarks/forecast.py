@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 
 import common
 
-from cp_runtime.engine.config import SequenceSettings
 from cp_runtime.engine.cost import AttentionShape, CallWork, Rates, choose
 from cp_runtime.engine.measuring import Measured
+from cp_runtime.engine.ranks.config import SequenceSettings
 from cp_runtime.timing.prediction import Ranks, Run, Way, predict
 
 UNITS = 128  # multiprocessors of a device: from 82 (3090) to 170 (5090)

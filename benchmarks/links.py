@@ -38,10 +38,10 @@ from flux_step import TEXT_TOKENS, Step
 from support.ranks import report
 from torch import Tensor
 
-from cp_runtime.engine.config import EIGHT_BIT, SequenceSettings
 from cp_runtime.engine.cost import ROUNDS, AttentionShape, DegreePlanner
 from cp_runtime.engine.measuring import measure
-from cp_runtime.engine.mesh import SequenceMesh
+from cp_runtime.engine.ranks.config import EIGHT_BIT, SequenceSettings
+from cp_runtime.engine.ranks.mesh import SequenceMesh
 
 NAMESPACE, BRIDGE, OUTSIDE, INTERFACE = "cp-links-{}", "cp-links", "cp-links{}", "eth0"
 CLONE_NEWNET = 0x40000000  # of the kernel's sched.h

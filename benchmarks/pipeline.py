@@ -46,11 +46,11 @@ def rank_main(repetitions: int, names: list[str]) -> None:
     from family_stock import forward
     from sharded_call import call, in_mode, staged_call
 
-    from cp_runtime.engine.config import PipelineSettings
     from cp_runtime.engine.hooks import InstalledPlan
-    from cp_runtime.engine.mesh import BatchMesh
     from cp_runtime.engine.pipeline.pipeline import Pipeline
     from cp_runtime.engine.pipeline.stages import Stages, cut, staged_blocks
+    from cp_runtime.engine.ranks.config import PipelineSettings
+    from cp_runtime.engine.ranks.mesh import BatchMesh
     from cp_runtime.families import plan_for
 
     keep_freed_memory()

@@ -24,10 +24,10 @@ from support.ranks import report
 from torch import Tensor, nn
 
 from cp_runtime.engine.call import RunningCall
-from cp_runtime.engine.config import SequenceSettings
 from cp_runtime.engine.hooks import InstalledPlan
-from cp_runtime.engine.mesh import BatchMesh
 from cp_runtime.engine.plan import ModulePlan, ShardingPlan
+from cp_runtime.engine.ranks.config import SequenceSettings
+from cp_runtime.engine.ranks.mesh import BatchMesh
 from cp_runtime.engine.transforms import ContextParallelInput, ContextParallelOutput
 
 STREAM = ("img",)

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .diffusers.api import apply_context_parallel, remove_context_parallel
     from .diffusers.weights import map_weights
-    from .engine.config import ContextParallelConfig, ParallelConfig
     from .engine.plan import ModulePlan, ShardingPlan
+    from .engine.ranks.config import ContextParallelConfig, ParallelConfig
     from .engine.transforms import ContextParallelInput, ContextParallelOutput
 
 __all__ = [
@@ -27,6 +27,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from .diffusers import api, weights
-    from .engine import config, plan, transforms
+    from .engine import plan, transforms
+    from .engine.ranks import config
 
     return next(vars(home)[name] for home in (api, weights, config, plan, transforms) if name in vars(home))

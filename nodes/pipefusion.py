@@ -8,7 +8,7 @@ from typing import Any
 from comfy_api.latest import io
 
 from ..cp_runtime.comfy.ui.runtime import default_config
-from ..cp_runtime.engine.config import PipelineSettings
+from ..cp_runtime.engine.ranks.config import PipelineSettings
 from ..cp_runtime.errors import bad_value
 from ..cp_runtime.pool.config import RuntimeConfig
 from .config import ALIASES, CATEGORY, CPConfigType

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import nn
 
 from cp_runtime.engine.attention.context_parallel import context_parallel_attention
-from cp_runtime.engine.collectives import CommStats
-from cp_runtime.engine.config import ContextParallelConfig
-from cp_runtime.engine.mesh import SequenceMesh
-from cp_runtime.engine.sharding import JointLayout
+from cp_runtime.engine.ranks.collectives import CommStats
+from cp_runtime.engine.ranks.config import ContextParallelConfig
+from cp_runtime.engine.ranks.mesh import SequenceMesh
+from cp_runtime.engine.ranks.sharding import JointLayout
 
 HEADS, HEAD_DIM, REPETITIONS = 24, 128, 4
 WIDTH = HEADS * HEAD_DIM

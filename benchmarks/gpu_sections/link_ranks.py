@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from cp_runtime.engine.attention.context_parallel import context_parallel_attention
-from cp_runtime.engine.config import SequenceSettings
 from cp_runtime.engine.cost import AttentionShape, choose
 from cp_runtime.engine.measuring import measure
-from cp_runtime.engine.mesh import SequenceMesh, factors, make_groups
-from cp_runtime.engine.sharding import JointLayout
+from cp_runtime.engine.ranks.config import SequenceSettings
+from cp_runtime.engine.ranks.mesh import SequenceMesh, factors, make_groups
+from cp_runtime.engine.ranks.sharding import JointLayout
 
 HEADS, HEAD_DIM, REPETITIONS, GROUPS = 24, 128, 5, 3
 device, dtype = own_device(), torch.bfloat16

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from support import families
 
 from cp_runtime.engine.measuring import measure
-from cp_runtime.engine.mesh import SequenceMesh
+from cp_runtime.engine.ranks.mesh import SequenceMesh
 from cp_runtime.pool.peers import without_peer_access
 
 from .section import NEEDS_CARD, NEEDS_SEVERAL, Section, milliseconds
@@ -82,8 +82,8 @@ def _driver() -> str:
 def nccl(section: Section) -> None:
     """NCCL with one rank, what `measure` says of a card that idles, and whether the memory of a killed process comes back.
 
-    The collectives are those of `engine/collectives.py`: messages to itself, uneven and empty ones too, also in groups that were
-    split off.
+    The collectives are those of `engine/ranks/collectives.py`: messages to itself, uneven and empty ones too, also in groups that
+    were split off.
     """
     device = torch.device("cuda:0")
     torch.cuda.set_device(device)

@@ -19,7 +19,7 @@ from support.processes import descendants, pss, rss
 from support.server_events import Result
 from torch import nn
 
-from cp_runtime.engine.collectives import RankGroup
+from cp_runtime.engine.ranks.collectives import RankGroup
 from cp_runtime.engine.weights.sharded import ShardedWeights
 
 from .section import Section

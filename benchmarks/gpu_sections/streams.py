@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from cp_runtime.engine.attention.context_parallel import context_parallel_attention
-from cp_runtime.engine.collectives import CommStats, Pending, RankGroup
-from cp_runtime.engine.config import ContextParallelConfig, SequenceSettings
-from cp_runtime.engine.mesh import SequenceAxes, SequenceMesh
-from cp_runtime.engine.sharding import JointLayout
+from cp_runtime.engine.ranks.collectives import CommStats, Pending, RankGroup
+from cp_runtime.engine.ranks.config import ContextParallelConfig, SequenceSettings
+from cp_runtime.engine.ranks.mesh import SequenceAxes, SequenceMesh
+from cp_runtime.engine.ranks.sharding import JointLayout
 from cp_runtime.engine.weights import sharded
 
 from .section import Section

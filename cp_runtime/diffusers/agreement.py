@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..compat import not_compiled
-from ..engine.collectives import RankGroup
+from ..engine.ranks.collectives import RankGroup
 from ..engine.state import AttentionStreams
 from ..errors import PlanError
 from ..nested import map_tensors, tensors

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import nn
 
 from ..compat import not_compiled_itself, uncompiled
-from ..engine.config import ContextParallelConfig
 from ..engine.hooks import InstalledPlan
-from ..engine.mesh import SequenceMesh
 from ..engine.plan import ShardingPlan
+from ..engine.ranks.config import ContextParallelConfig
+from ..engine.ranks.mesh import SequenceMesh
 from ..engine.weights.sharded import ShardedWeights
 from ..errors import ConfigError, PlanError, bad_value
 from .agreement import device_of

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from ..compat import attention_backend_of, not_compiled, not_compiled_itself
-from ..engine.config import ContextParallelConfig
 from ..engine.hooks import InstalledPlan
-from ..engine.mesh import BatchMesh, SequenceMesh
 from ..engine.plan import ModulePlan, ShardingPlan, argument_names
-from ..engine.sharding import BatchShares
+from ..engine.ranks.config import ContextParallelConfig
+from ..engine.ranks.mesh import BatchMesh, SequenceMesh
+from ..engine.ranks.sharding import BatchShares
 from ..engine.weights.sharded import ShardedWeights
 from ..errors import PlanError, bad_value
 from ..nested import form_of, rebuild, tensors

@@ -12,12 +12,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..engine.call import RunningCall
-from ..engine.config import ContextParallelConfig, PipelineSettings
 from ..engine.hooks import InstalledPlan
-from ..engine.mesh import SequenceMesh
 from ..engine.pipeline.pipeline import Part, Pipeline
 from ..engine.pipeline.stages import Stages, cut, staged_blocks
 from ..engine.plan import ModulePlan, ShardingPlan
+from ..engine.ranks.config import ContextParallelConfig, PipelineSettings
+from ..engine.ranks.mesh import SequenceMesh
 from ..engine.transforms import ContextParallelInput, ContextParallelOutput
 from ..errors import PlanError, bad_value
 from ..nested import form_of, map_tensors, tensors

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..engine.mesh import SequenceMesh
+from ..engine.ranks.mesh import SequenceMesh
 from ..engine.rows.plan import RowPlan, run_on_rows
 from ..errors import PlanError
 from . import agreement

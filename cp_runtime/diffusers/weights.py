@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..compat import before_apply
-from ..engine.mesh import SequenceMesh
+from ..engine.ranks.mesh import SequenceMesh
 from ..engine.weights.files import mapped_tensors
 from ..engine.weights.sharded import ShardedWeights
 from ..errors import ConfigError, PlanError, bad_value

@@ -12,12 +12,12 @@ from torch import Tensor
 from ..errors import PlanError, UnknownStreamError
 from .attention.context_parallel import Attend, context_parallel_attention
 from .attention.ulysses import HeadExchange
-from .config import ContextParallelConfig
 from .cost import AttentionShape, attention_shape
-from .mesh import SequenceMesh
 from .plan import ModulePlan, ShardingPlan
-from .profiling import trace_range
-from .sharding import JointLayout
+from .ranks.config import ContextParallelConfig
+from .ranks.mesh import SequenceMesh
+from .ranks.profiling import trace_range
+from .ranks.sharding import JointLayout
 from .state import AttentionStreams, CallState
 from .transforms import ContextParallelInput, ContextParallelOutput, Transform
 

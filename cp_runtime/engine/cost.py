@@ -31,9 +31,9 @@ from functools import lru_cache
 
 from .attention.eight_bits import SCALE
 from .attention.ulysses import repeats
-from .config import EXACT, ContextParallelConfig, SequenceSettings
-from .mesh import factors
-from .sharding import Shares, split_sizes
+from .ranks.config import EXACT, ContextParallelConfig, SequenceSettings
+from .ranks.mesh import factors
+from .ranks.sharding import Shares, split_sizes
 
 ROUNDS = (1, 2, 4, 8)
 ROUND_LAUNCHES = 12  # operations per round: packing, two collectives, attention, unpacking

@@ -33,7 +33,7 @@ from torch.nn import Parameter
 
 from ..compat import DispatchMode, buffer_slots, keep_number, memory_number, parameter_slots, recorded
 from ..nested import map_tensors, stored, tensors
-from .collectives import CommStats, RankGroup, wait_for
+from .ranks.collectives import CommStats, RankGroup, wait_for
 
 log = logging.getLogger("context_parallel.worker")
 

@@ -15,9 +15,9 @@ from ..errors import PlanError
 from ..nested import rebuild
 from .attention.opaque import COMPILING
 from .call import Planner, RunningCall
-from .mesh import SequenceMesh
 from .plan import AttentionRule, ModulePlan, ShardingPlan, argument_names, find_modules, method_of
-from .profiling import trace_range
+from .ranks.mesh import SequenceMesh
+from .ranks.profiling import trace_range
 from .transforms import ContextParallelInput, ContextParallelOutput, Transform
 from .weights.sharded import ShardedWeights
 

@@ -14,10 +14,10 @@ from statistics import fmean
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from .collectives import wait_for
 from .cost import Rates
-from .mesh import SequenceMesh
-from .sharding import Shares
+from .ranks.collectives import wait_for
+from .ranks.mesh import SequenceMesh
+from .ranks.sharding import Shares
 
 SAME_SPEED = 0.1  # devices of different names that differ by less than this count as equal
 SLOWER = 2.0  # times as long: a link has become slower, and no rank was merely late

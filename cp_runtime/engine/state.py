@@ -10,7 +10,7 @@ from torch import Tensor
 from ..compat import versions
 from ..errors import PlanError, UnknownStreamError
 from ..nested import tensors
-from .sharding import CONTIGUOUS, JointLayout, Shares, Split, joint_layout
+from .ranks.sharding import CONTIGUOUS, JointLayout, Shares, Split, joint_layout
 
 REMEMBERED = 64  # results of a call that are kept for later blocks
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..errors import PlanError
 from ..nested import rebuild
-from .sharding import Split, clip_range, joint_layout
+from .ranks.sharding import Split, clip_range, joint_layout
 from .state import CallState
 
 

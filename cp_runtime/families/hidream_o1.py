@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..engine.plan import ModulePlan
-from ..engine.sharding import Split
+from ..engine.ranks.sharding import Split
 from ..engine.state import CallState
 from .family import FamilyPlan, gathered
 

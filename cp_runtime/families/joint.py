@@ -3,7 +3,7 @@
 from typing import Any
 
 from ..engine.plan import ModulePlan
-from ..engine.sharding import Split
+from ..engine.ranks.sharding import Split
 from ..engine.state import CallState
 from ..engine.transforms import TokenRanges
 from .family import FamilyPlan, gathered, side, tokens

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from ..engine.plan import ModulePlan
-from ..engine.sharding import CONTIGUOUS, Split
+from ..engine.ranks.sharding import CONTIGUOUS, Split
 from ..engine.state import CallState
 from ..engine.transforms import Transform
 from ..errors import PlanError

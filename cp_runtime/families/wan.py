@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..engine.plan import ModulePlan
-from ..engine.sharding import Split
+from ..engine.ranks.sharding import Split
 from ..engine.state import CallState
 from ..engine.transforms import ContextParallelInput
 from .family import FamilyPlan, gathered, side, tokens

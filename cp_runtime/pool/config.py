@@ -9,9 +9,9 @@ import re
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ..engine.collectives import native_backend
-from ..engine.config import MAX_SHARE, PipelineSettings, SequenceSettings
-from ..engine.sharding import Shares
+from ..engine.ranks.collectives import native_backend
+from ..engine.ranks.config import MAX_SHARE, PipelineSettings, SequenceSettings
+from ..engine.ranks.sharding import Shares
 from ..errors import bad_value, is_int, shown
 from .settings import MAX_STEP_TIMEOUT, SETTINGS, STAGED
 

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
 from ..engine.compiled import CompileSettings
-from ..engine.config import PipelineSettings, SequenceSettings
 from ..engine.cost import CallWork
 from ..engine.measuring import Measured
+from ..engine.ranks.config import PipelineSettings, SequenceSettings
 from ..errors import ProtocolError
 from .protocol import LARGEST, Tree, decode, encode, is_number
 

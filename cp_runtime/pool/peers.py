@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..engine.collectives import RankGroup
+from ..engine.ranks.collectives import RankGroup
 from .config import RuntimeConfig
 
 log = logging.getLogger("context_parallel")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..engine.config import EXCHANGES, ROTATE_METHODS
+from ..engine.ranks.config import EXCHANGES, ROTATE_METHODS
 from ..errors import bad_value, check_choice, check_switch
 
 WHOLE, SHARDED, OFFLOADED = PLACEMENTS = ("whole", "sharded", "offloaded")

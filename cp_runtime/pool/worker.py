@@ -27,9 +27,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..engine.collectives import CommStats, wait_for
 from ..engine.measuring import device_name, measure
-from ..engine.mesh import BatchMesh
+from ..engine.ranks.collectives import CommStats, wait_for
+from ..engine.ranks.mesh import BatchMesh
 from ..engine.weights.pages import trim_heap
 from ..errors import PoolTimeout, ProtocolError
 from .board import Board, CancelPoints, start_heartbeat

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from ..engine.measuring import Measured
-from ..engine.mesh import reduced
-from ..engine.sharding import Shares
+from ..engine.ranks.mesh import reduced
+from ..engine.ranks.sharding import Shares
 from ..errors import ContextParallelError, PoolError, RankError
 from .board import Inherited, Progress
 from .channel import Channel, Closed, ready

@@ -26,11 +26,11 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
 
-from ..engine.config import SequenceSettings
 from ..engine.cost import AttentionShape, CallWork, cost, decide
 from ..engine.measuring import Measured
-from ..engine.mesh import form_groups, reduced
-from ..engine.sharding import Shares, batch_groups, split_sizes
+from ..engine.ranks.config import SequenceSettings
+from ..engine.ranks.mesh import form_groups, reduced
+from ..engine.ranks.sharding import Shares, batch_groups, split_sizes
 
 WARM_UP = 2.0  # seconds at most for the connections that a first run makes
 LINK = 0.2  # least factor by which a run corrects the link

@@ -171,7 +171,7 @@ import json, sys
 sys.path.insert(0, sys.argv[1])
 from support.package import load_package
 load_package()
-from cp_runtime.engine.config import ContextParallelConfig
+from cp_runtime.engine.ranks.config import ContextParallelConfig
 from cp_runtime.errors import ConfigError, ProtocolError
 from cp_runtime.pool.config import DeviceInventory, RuntimeConfig
 from cp_runtime.pool.messages import unpack

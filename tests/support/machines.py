@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from cp_runtime.engine.config import SequenceSettings
 from cp_runtime.engine.cost import AttentionShape, CallWork, Rates
 from cp_runtime.engine.measuring import Measured
+from cp_runtime.engine.ranks.config import SequenceSettings
 from cp_runtime.timing.choice import Chooser
 from cp_runtime.timing.prediction import Ranks, Run, on_one_rank, predict
 from cp_runtime.timing.times import Times

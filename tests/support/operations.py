@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from cp_runtime.engine import collectives
+from cp_runtime.engine.ranks import collectives
 
 Entry = tuple[str, list[int], str, dict[int, int], dict[int, int]]
 """Name of the group and its ranks, operation, bytes to and bytes from every rank of it."""

@@ -17,11 +17,11 @@ from torch.nn.utils.rnn import pad_sequence
 from cp_runtime.comfy.rank.forward import run_sharded
 from cp_runtime.comfy.ui.interception import innermost_method
 from cp_runtime.engine.call import RunningCall
-from cp_runtime.engine.collectives import RankGroup
-from cp_runtime.engine.config import ContextParallelConfig
 from cp_runtime.engine.hooks import InstalledPlan
-from cp_runtime.engine.mesh import SequenceMesh
 from cp_runtime.engine.plan import find_modules
+from cp_runtime.engine.ranks.collectives import RankGroup
+from cp_runtime.engine.ranks.config import ContextParallelConfig
+from cp_runtime.engine.ranks.mesh import SequenceMesh
 from cp_runtime.engine.state import CallState
 from cp_runtime.families.family import FamilyPlan
 from cp_runtime.nested import tensors

@@ -83,7 +83,7 @@ def test_nan_equals_nan_and_strides_do_not_matter():
 
 
 PROGRAM = """
-from cp_runtime.engine.sharding import BatchShares
+from cp_runtime.engine.ranks.sharding import BatchShares
 from cp_runtime.pool.messages import Echo
 from cp_runtime.pool.tensor_cache import CallEncoder, TensorCache, owned
 

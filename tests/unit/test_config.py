@@ -8,7 +8,7 @@ import diffusers
 import pytest
 
 from cp_runtime import errors
-from cp_runtime.engine.config import ContextParallelConfig, ParallelConfig, PipelineSettings
+from cp_runtime.engine.ranks.config import ContextParallelConfig, ParallelConfig, PipelineSettings
 from cp_runtime.errors import MAX_REMEDY, ConfigError
 from cp_runtime.pool.config import DeviceInventory, RuntimeConfig
 from cp_runtime.pool.settings import SETTINGS

@@ -6,11 +6,11 @@ import pytest
 import torch
 from support.devices import SlowDevice
 
-from cp_runtime.engine.collectives import CommStats
-from cp_runtime.engine.config import SequenceSettings
 from cp_runtime.engine.cost import AttentionShape, DegreePlanner, Rates, choose, cost
 from cp_runtime.engine.measuring import Measured, in_the_long_run, measure
-from cp_runtime.engine.mesh import factors
+from cp_runtime.engine.ranks.collectives import CommStats
+from cp_runtime.engine.ranks.config import SequenceSettings
+from cp_runtime.engine.ranks.mesh import factors
 
 FAST = Rates(latency=2e-5, bandwidth=2e11, flops=3e14, memory=3e12, overlap=1.0)  # NVLink and a big GPU
 SLOW = replace(FAST, bandwidth=1e10)  # PCIe

@@ -57,7 +57,7 @@ def test_links(document):
     assert lost_links((CHECKOUT / document).read_text(), document) == []
 
 
-# `pool/worker.py`, `engine/sharding.split_ranges`, `comfy/ui/vae.Network`, `tests/ranks/api/test_api.py`
+# `pool/worker.py`, `engine/ranks/sharding.split_ranges`, `comfy/ui/vae.Network`, `tests/ranks/api/test_api.py`
 FEATURES = "|".join(folder.name for folder in (CHECKOUT / "cp_runtime" / "comfy").iterdir() if folder.is_dir())
 REFERENCE = re.compile(
     rf"`((?:cp_runtime/)?(?:engine|diffusers|families|vaes|timing|pool|controller|comfy/(?:{FEATURES})|nodes|tests|benchmarks|\.ci)(?:/\w+)*)"
@@ -105,9 +105,9 @@ def test_the_life_of_a_call_names_code_at_every_step():
 
 
 def test_a_reference_to_code_that_is_not_there_is_noticed():
-    there = "`engine/sharding.split_ranges` `pool/protocol.py` `engine/mesh.SequenceMesh.axes` `comfy/ui` `tests/unit` `engine`"
+    there = "`engine/ranks/sharding.split_ranges` `pool/protocol.py` `pool/board.Board.read` `comfy/ui` `tests/unit` `engine`"
     assert lost_references(there) == []
-    assert len(lost_references("`engine/sharding.split` `pool/mirror.py` `engine/mesh.SequenceMesh.axe` `comfy/ui/session`")) == 4
+    assert len(lost_references("`engine/ranks/sharding.split` `pool/mirror.py` `pool/board.Board.rea` `comfy/ui/session`")) == 4
 
 
 def test_a_link_that_leads_nowhere_is_noticed():

@@ -10,11 +10,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_runtime.engine.call import RunningCall
-from cp_runtime.engine.config import ContextParallelConfig
 from cp_runtime.engine.hooks import InstalledPlan
-from cp_runtime.engine.mesh import SequenceMesh
 from cp_runtime.engine.plan import ModulePlan, ShardingPlan
-from cp_runtime.engine.profiling import CallTraces
+from cp_runtime.engine.ranks.config import ContextParallelConfig
+from cp_runtime.engine.ranks.mesh import SequenceMesh
+from cp_runtime.engine.ranks.profiling import CallTraces
 from cp_runtime.engine.state import CallState
 from cp_runtime.engine.transforms import ContextParallelInput, ContextParallelOutput
 from cp_runtime.errors import ConfigError, PlanError

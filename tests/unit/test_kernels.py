@@ -215,7 +215,7 @@ from types import ModuleType
 import torch.distributed as dist
 from cp_runtime.engine.attention.kernels import attend_with_lse, select
 from cp_runtime.engine.measuring import measure
-from cp_runtime.engine.mesh import SequenceMesh
+from cp_runtime.engine.ranks.mesh import SequenceMesh
 
 logging.basicConfig(format="%(message)s")
 tried, error = [], None

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from cp_runtime.engine.attention.ulysses import HeadExchange
-from cp_runtime.engine.mesh import BatchMesh, Groups, SequenceMesh, factors, form_groups, make_groups, reduced
+from cp_runtime.engine.ranks.mesh import BatchMesh, Groups, SequenceMesh, factors, form_groups, make_groups, reduced
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def on_rank(rank, world, monkeypatch):
         made.append(lists)
         return next((tuple(ranks) for ranks in lists if rank in ranks), None)
 
-    monkeypatch.setattr("cp_runtime.engine.mesh.make_groups", make_groups)
+    monkeypatch.setattr("cp_runtime.engine.ranks.mesh.make_groups", make_groups)
     monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
     monkeypatch.setattr(dist, "get_world_size", lambda group=range(world): len(group))
     monkeypatch.setattr(dist, "get_rank", lambda group=range(world): group.index(rank))

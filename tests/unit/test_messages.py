@@ -11,9 +11,9 @@ from support.package import ROOT
 from support.reports import call_report, failure
 
 from cp_runtime.engine.compiled import CompileSettings
-from cp_runtime.engine.config import SequenceSettings
 from cp_runtime.engine.cost import AttentionShape, CallWork, Rates
 from cp_runtime.engine.measuring import Measured
+from cp_runtime.engine.ranks.config import SequenceSettings
 from cp_runtime.errors import ProtocolError
 from cp_runtime.pool import messages
 from cp_runtime.pool.messages import MAX_HEADER, pack, unpack

@@ -3,7 +3,7 @@
 import pytest
 
 PROGRAM = """
-from cp_runtime.engine.collectives import RankGroup
+from cp_runtime.engine.ranks.collectives import RankGroup
 from cp_runtime.engine.weights.sharded import ShardedWeights, pinned_zeros
 
 CARD, stats = torch.device("cuda", 0), torch.cuda.host_memory_stats

@@ -6,7 +6,7 @@ import pytest
 
 from cp_runtime.controller.placement import Demand, choose, next_smaller
 from cp_runtime.controller.workers import Workers
-from cp_runtime.engine.config import PipelineSettings
+from cp_runtime.engine.ranks.config import PipelineSettings
 from cp_runtime.engine.weights.blocks import Sizes
 from cp_runtime.errors import UnsupportedError
 

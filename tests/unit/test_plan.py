@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from cp_runtime.engine.plan import ModulePlan, find_modules
-from cp_runtime.engine.sharding import Split
+from cp_runtime.engine.ranks.sharding import Split
 from cp_runtime.engine.state import CallState
 from cp_runtime.engine.transforms import ContextParallelInput, ContextParallelOutput, TokenRanges
 from cp_runtime.errors import PlanError

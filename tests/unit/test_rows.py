@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from cp_runtime.engine.mesh import SequenceMesh
+from cp_runtime.engine.ranks.mesh import SequenceMesh
 from cp_runtime.engine.rows.exchange import needed, row_layout
 from cp_runtime.engine.rows.plan import COLUMNS, ROWS, split_dim
 from cp_runtime.engine.rows.split import SplitRows, Window, mean_and_variance

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from cp_runtime.comfy.rank.attention import attention_by_name
-from cp_runtime.engine.collectives import RankGroup
 from cp_runtime.engine.hooks import InstalledPlan
-from cp_runtime.engine.mesh import SequenceMesh
 from cp_runtime.engine.plan import ModulePlan, ShardingPlan
+from cp_runtime.engine.ranks.collectives import RankGroup
+from cp_runtime.engine.ranks.mesh import SequenceMesh
 from cp_runtime.engine.transforms import ContextParallelInput
 from cp_runtime.errors import PlanError
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from cp_runtime.engine.sharding import JointLayout, Split, clip_range, in_rounds, split_ranges, split_sizes
+from cp_runtime.engine.ranks.sharding import JointLayout, Split, clip_range, in_rounds, split_ranges, split_sizes
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 5, 17, 64])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from cp_runtime.engine.collectives import RankGroup
+from cp_runtime.engine.ranks.collectives import RankGroup
 from cp_runtime.engine.weights.blocks import blocks_of, sizes_of
 from cp_runtime.engine.weights.packing import Packing
 from cp_runtime.engine.weights.sharded import ShardedWeights
@@ -365,7 +365,7 @@ def test_weights_travel_alone_where_nccl_keeps_no_order(monkeypatch, order, vers
 
 
 STREAMS = """
-from cp_runtime.engine.collectives import RankGroup
+from cp_runtime.engine.ranks.collectives import RankGroup
 from cp_runtime.engine.weights.sharded import ShardedWeights
 
 layers = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3))).to("cuda")

@@ -11,7 +11,7 @@ import torch
 from support.devices import SlowDevice
 
 from cp_runtime.controller.run_stats import time_by_rank
-from cp_runtime.engine.collectives import CommStats
+from cp_runtime.engine.ranks.collectives import CommStats
 from cp_runtime.errors import ProtocolError
 from cp_runtime.pool.board import Board, CancelPoints
 from cp_runtime.pool.channel import Channel, SharedBlock

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
-from ...engine.collectives import RankGroup
-from ...engine.mesh import BatchMesh, SequenceMesh, Stage
-from ...engine.sharding import BatchShares, Shares, batch_groups
+from ...engine.ranks.collectives import RankGroup
+from ...engine.ranks.mesh import BatchMesh, SequenceMesh, Stage
+from ...engine.ranks.sharding import BatchShares, Shares, batch_groups
 from ...families.family import FamilyPlan
 from ...nested import tensors
 from ...pool.messages import Call

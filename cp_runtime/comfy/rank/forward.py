@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ...engine.attention.opaque import serving
 from ...engine.call import Planner, RunningCall
-from ...engine.config import PipelineSettings
 from ...engine.hooks import InstalledPlan
-from ...engine.mesh import SequenceMesh
 from ...engine.pipeline.pipeline import Part, Pipeline
+from ...engine.ranks.config import PipelineSettings
+from ...engine.ranks.mesh import SequenceMesh
 from ...engine.state import CallState
 from ...engine.weights.sharded import ShardedWeights
 from ...errors import PlanError

@@ -27,11 +27,11 @@ from comfy.utils import get_attr, set_attr_param, string_to_seed
 from torch import Tensor, nn
 
 from ...compat import before_apply
-from ...engine.collectives import RankGroup
-from ...engine.mesh import Stage
 from ...engine.pipeline.stages import StagedWeights, cut, staged_blocks
 from ...engine.plan import ShardingPlan
-from ...engine.sharding import Shares
+from ...engine.ranks.collectives import RankGroup
+from ...engine.ranks.mesh import Stage
+from ...engine.ranks.sharding import Shares
 from ...engine.weights.blocks import Block
 from ...engine.weights.cast import memory_of, plain, settle
 from ...engine.weights.pages import give_back, inside, mapped, trim_heap

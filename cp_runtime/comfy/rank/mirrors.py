@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ...engine.cost import CallWork, DegreePlanner
 from ...engine.graphs import Graphs
-from ...engine.mesh import BatchMesh, SequenceMesh
+from ...engine.ranks.mesh import BatchMesh, SequenceMesh
 from ...engine.state import CallState
 from ...engine.weights.pages import trim_heap
 from ...errors import CompileError, MirrorError

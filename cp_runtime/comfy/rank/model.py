@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from ...compat import compiler_counts
-from ...engine.collectives import RankGroup
 from ...engine.compiled import CompiledBlocks, CompileSettings, Failed
 from ...engine.cost import DegreePlanner
 from ...engine.graphs import Graphs
 from ...engine.hooks import InstalledPlan
-from ...engine.mesh import Stage
 from ...engine.pipeline.pipeline import Pipeline
 from ...engine.pipeline.stages import StagedWeights, Stages
+from ...engine.ranks.collectives import RankGroup
+from ...engine.ranks.mesh import Stage
 from ...engine.state import CallState
 from ...engine.weights.sharded import ShardedWeights
 from ...families import plan_for

@@ -18,7 +18,7 @@ import torch
 from comfy.cli_args import PerformanceFeature, args
 from torch import Tensor
 
-from ...engine.collectives import RankGroup
+from ...engine.ranks.collectives import RankGroup
 
 LARGEST = 448.0 * 6.0  # largest block scale (float8_e4m3) times largest value (float4_e2m1)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...comfyui import forbid_recording
 from ...compat import on_compilation
 from ...engine.cost import DegreePlanner
-from ...engine.profiling import CallTraces
+from ...engine.ranks.profiling import CallTraces
 from ...pool.messages import AttachNetwork, Available, Call, CallReport, Drop, Load, MakeRoom, Request, Room
 from ...pool.worker import Handler, Worker
 from ..shared.vae import VAE_METHODS

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...engine.collectives import RankGroup
-from ...engine.mesh import BatchMesh
+from ...engine.ranks.collectives import RankGroup
+from ...engine.ranks.mesh import BatchMesh
+from ...engine.ranks.sharding import BatchShares, in_rounds
 from ...engine.rows.plan import run_on_rows
-from ...engine.sharding import BatchShares, in_rounds
 from ...errors import PlanError
 from ...nested import map_tensors
 from ...pool.messages import Call, CallOutcome

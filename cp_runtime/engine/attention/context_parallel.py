@@ -33,10 +33,10 @@ import torch
 from torch import Tensor
 
 from ...errors import PlanError
-from ..collectives import RankGroup
-from ..config import EIGHT_BIT, ContextParallelConfig
-from ..mesh import SequenceMesh
-from ..sharding import JointLayout, chunk_spans, split_sizes
+from ..ranks.collectives import RankGroup
+from ..ranks.config import EIGHT_BIT, ContextParallelConfig
+from ..ranks.mesh import SequenceMesh
+from ..ranks.sharding import JointLayout, chunk_spans, split_sizes
 from . import eight_bits
 from .kernels import additive, attend_with_lse
 from .ring import rotate

@@ -31,7 +31,7 @@ from torch.backends import cuda as switches
 
 from ...compat import load_op
 from ...errors import ConfigError, bad_value
-from ..collectives import wait_for
+from ..ranks.collectives import wait_for
 
 log = logging.getLogger("context_parallel")
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..collectives import RankGroup
+from ..ranks.collectives import RankGroup
 from .eight_bits import decode, encode
 
 ChunkAttention = Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]

@@ -34,8 +34,8 @@ import torch
 from torch import Tensor
 
 from ...errors import PlanError
-from ..collectives import RankGroup
-from ..sharding import Shares, split_ranges, split_sizes
+from ..ranks.collectives import RankGroup
+from ..ranks.sharding import Shares, split_ranges, split_sizes
 
 View = tuple[tuple[int, ...], tuple[int, ...], int]
 """Sizes, strides and offset, as `Tensor.as_strided` takes them."""

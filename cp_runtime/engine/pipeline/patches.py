@@ -18,10 +18,10 @@ from torch import Tensor
 from ...errors import PlanError
 from ..attention.context_parallel import Attend, in_rounds, sdpa
 from ..attention.ulysses import HeadExchange, repeats
-from ..config import EIGHT_BIT
-from ..mesh import SequenceMesh
 from ..plan import ShardingPlan
-from ..sharding import JointLayout, split_sizes
+from ..ranks.config import EIGHT_BIT
+from ..ranks.mesh import SequenceMesh
+from ..ranks.sharding import JointLayout, split_sizes
 from ..state import CallState
 from .stages import StagedCall
 

@@ -10,9 +10,9 @@ import torch
 
 from ...errors import ConfigError, PlanError
 from ..call import RunningCall
-from ..collectives import RankGroup
-from ..config import PipelineSettings
-from ..mesh import SequenceMesh
+from ..ranks.collectives import RankGroup
+from ..ranks.config import PipelineSettings
+from ..ranks.mesh import SequenceMesh
 from ..state import CallState
 from .patches import KVCache, PatchCall
 from .stages import Arriving, StagedCall, Stages, Visit

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from ...errors import PlanError
 from ...nested import form_of, leaves, map_tensors, tensors
 from ..call import RunningCall
-from ..collectives import Pending, RankGroup
 from ..plan import ShardingPlan, find_modules, method_of
-from ..sharding import Shares
+from ..ranks.collectives import Pending, RankGroup
+from ..ranks.sharding import Shares
 from ..weights.blocks import Block, blocks_of
 from ..weights.packing import Packing
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..collectives import RankGroup
-from ..sharding import JointLayout, Segment, Shares, Split, joint_layout
+from ..ranks.collectives import RankGroup
+from ..ranks.sharding import JointLayout, Segment, Shares, Split, joint_layout
 
 
 def row_layout(rows: int, world_size: int, least: int = 1, shares: Shares = (), unit: int = 1) -> JointLayout:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from ...errors import PlanError, UnsupportedError
-from ..collectives import RankGroup
-from ..mesh import SequenceMesh
-from ..sharding import JointLayout
+from ..ranks.collectives import RankGroup
+from ..ranks.mesh import SequenceMesh
+from ..ranks.sharding import JointLayout
 from .exchange import row_layout
 from .split import SplitRows
 

@@ -26,9 +26,9 @@ from torch.overrides import TorchFunctionMode
 
 from ...errors import PlanError
 from ..attention.context_parallel import context_parallel_attention
-from ..config import ContextParallelConfig
-from ..mesh import SequenceMesh
-from ..sharding import JointLayout
+from ..ranks.config import ContextParallelConfig
+from ..ranks.mesh import SequenceMesh
+from ..ranks.sharding import JointLayout
 from .exchange import Neighbours, row_layout, rows_of
 
 STATISTICS = 64 << 20  # bytes of half-precision values to convert at a time for mean and variance

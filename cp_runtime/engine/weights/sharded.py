@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import PlanError
-from ..collectives import Pending, RankGroup
+from ..ranks.collectives import Pending, RankGroup
 from .blocks import Block, blocks_of
 from .packing import ALIGNMENT, Packing, round_up
 

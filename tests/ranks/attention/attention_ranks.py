@@ -13,9 +13,9 @@ from attention_cases import MODES, SHARES, cases
 from support.ranks import finish, own_device, report, start
 
 from cp_runtime.engine.attention import context_parallel as attention
-from cp_runtime.engine.config import SequenceSettings
-from cp_runtime.engine.mesh import SequenceMesh
-from cp_runtime.engine.sharding import JointLayout
+from cp_runtime.engine.ranks.config import SequenceSettings
+from cp_runtime.engine.ranks.mesh import SequenceMesh
+from cp_runtime.engine.ranks.sharding import JointLayout
 
 rank, world, arguments = start()
 device = own_device()

@@ -14,11 +14,11 @@ from torch import nn
 
 from cp_runtime import ContextParallelInput, ContextParallelOutput, ModulePlan, ShardingPlan
 from cp_runtime.comfy.rank.attention import attention_override
-from cp_runtime.engine.config import SequenceSettings
 from cp_runtime.engine.cost import DegreePlanner, Rates
 from cp_runtime.engine.hooks import InstalledPlan
-from cp_runtime.engine.mesh import SequenceMesh
-from cp_runtime.engine.profiling import CallTraces
+from cp_runtime.engine.ranks.config import SequenceSettings
+from cp_runtime.engine.ranks.mesh import SequenceMesh
+from cp_runtime.engine.ranks.profiling import CallTraces
 
 rank, world, (what,) = start()
 

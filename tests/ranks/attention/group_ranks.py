@@ -13,10 +13,10 @@ from support.ranks import finish, of_all, own_device, report, start
 from torch.distributed.device_mesh import init_device_mesh
 
 from cp_runtime.engine.attention.context_parallel import context_parallel_attention
-from cp_runtime.engine.config import ContextParallelConfig
-from cp_runtime.engine.mesh import BatchMesh, Groups, SequenceMesh
+from cp_runtime.engine.ranks.config import ContextParallelConfig
+from cp_runtime.engine.ranks.mesh import BatchMesh, Groups, SequenceMesh
+from cp_runtime.engine.ranks.sharding import JointLayout
 from cp_runtime.engine.rows.plan import RowPlan, run_on_rows
-from cp_runtime.engine.sharding import JointLayout
 from cp_runtime.engine.weights.sharded import ShardedWeights
 
 rank, world, (mode,) = start()

@@ -34,10 +34,10 @@ from cp_runtime.comfy.rank.forward import run_sharded  # noqa: E402
 from cp_runtime.comfy.rank.memory import room  # noqa: E402
 from cp_runtime.comfy.rank.quantised import shared_scales  # noqa: E402
 from cp_runtime.comfy.ui.interception import innermost_method  # noqa: E402
-from cp_runtime.engine.config import ContextParallelConfig  # noqa: E402
 from cp_runtime.engine.hooks import InstalledPlan  # noqa: E402
 from cp_runtime.engine.measuring import measure  # noqa: E402
-from cp_runtime.engine.mesh import BatchMesh  # noqa: E402
+from cp_runtime.engine.ranks.config import ContextParallelConfig  # noqa: E402
+from cp_runtime.engine.ranks.mesh import BatchMesh  # noqa: E402
 from cp_runtime.engine.weights.sharded import ShardedWeights  # noqa: E402
 from cp_runtime.families import plan_for  # noqa: E402
 

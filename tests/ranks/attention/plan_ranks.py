@@ -8,9 +8,9 @@ import torch.distributed as dist
 from support.ranks import finish, report, start
 
 from cp_runtime.engine.attention import context_parallel as attention
-from cp_runtime.engine.config import ContextParallelConfig
-from cp_runtime.engine.mesh import SequenceMesh
-from cp_runtime.engine.sharding import JointLayout
+from cp_runtime.engine.ranks.config import ContextParallelConfig
+from cp_runtime.engine.ranks.mesh import SequenceMesh
+from cp_runtime.engine.ranks.sharding import JointLayout
 
 rank, world, _ = start()
 

@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_leaves
 from cp_runtime.engine import measuring
 from cp_runtime.engine.attention import ring
 from cp_runtime.engine.attention.context_parallel import context_parallel_attention
-from cp_runtime.engine.config import ContextParallelConfig
-from cp_runtime.engine.mesh import SequenceMesh
-from cp_runtime.engine.sharding import JointLayout
+from cp_runtime.engine.ranks.config import ContextParallelConfig
+from cp_runtime.engine.ranks.mesh import SequenceMesh
+from cp_runtime.engine.ranks.sharding import JointLayout
 
 rank, world, _ = start()
 

@@ -25,11 +25,11 @@ from support.stand_in import messages, tensors  # noqa: E402
 
 from cp_runtime.comfy.rank.forward import run_sharded  # noqa: E402
 from cp_runtime.comfy.ui.interception import innermost_method  # noqa: E402
-from cp_runtime.engine.config import PipelineSettings  # noqa: E402
 from cp_runtime.engine.hooks import InstalledPlan  # noqa: E402
-from cp_runtime.engine.mesh import BatchMesh  # noqa: E402
 from cp_runtime.engine.pipeline.pipeline import Pipeline  # noqa: E402
 from cp_runtime.engine.pipeline.stages import Stages, cut, staged_blocks  # noqa: E402
+from cp_runtime.engine.ranks.config import PipelineSettings  # noqa: E402
+from cp_runtime.engine.ranks.mesh import BatchMesh  # noqa: E402
 from cp_runtime.errors import PlanError  # noqa: E402
 from cp_runtime.families import plan_for  # noqa: E402
 from cp_runtime.nested import map_tensors  # noqa: E402

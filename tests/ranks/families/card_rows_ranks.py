@@ -9,7 +9,7 @@ import torch.distributed as dist  # noqa: E402
 from support.stand_in import tensors  # noqa: E402
 from torch import nn  # noqa: E402
 
-from cp_runtime.engine.mesh import SequenceMesh  # noqa: E402
+from cp_runtime.engine.ranks.mesh import SequenceMesh  # noqa: E402
 from cp_runtime.engine.rows.plan import RowPlan, run_on_rows  # noqa: E402
 
 torch.cuda.set_device(rank)

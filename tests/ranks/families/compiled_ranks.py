@@ -17,7 +17,7 @@ from support.ranks import finish, report, start, worst
 from cp_runtime.compat import compiler_counts
 from cp_runtime.engine.compiled import CompiledBlocks, CompileSettings
 from cp_runtime.engine.hooks import InstalledPlan
-from cp_runtime.engine.mesh import BatchMesh
+from cp_runtime.engine.ranks.mesh import BatchMesh
 from cp_runtime.families import plan_for
 
 rank, world, (ring, ulysses, rotate_method, batch_degree, backend, wanted) = start()

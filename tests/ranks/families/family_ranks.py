@@ -15,7 +15,7 @@ from support.ranks import finish, report, start, worst
 
 from cp_runtime.comfy.ui.changed_code import changes_of
 from cp_runtime.engine.hooks import InstalledPlan
-from cp_runtime.engine.mesh import BatchMesh
+from cp_runtime.engine.ranks.mesh import BatchMesh
 from cp_runtime.families import plan_for
 from cp_runtime.nested import difference as apart
 from cp_runtime.nested import tensors

@@ -27,7 +27,7 @@ from cp_runtime.comfy.rank.forward import run_sharded  # noqa: E402
 from cp_runtime.comfy.ui.interception import innermost_method  # noqa: E402
 from cp_runtime.engine.graphs import Graphs  # noqa: E402
 from cp_runtime.engine.hooks import InstalledPlan  # noqa: E402
-from cp_runtime.engine.mesh import BatchMesh  # noqa: E402
+from cp_runtime.engine.ranks.mesh import BatchMesh  # noqa: E402
 from cp_runtime.families import plan_for  # noqa: E402
 from cp_runtime.nested import map_tensors, tensors  # noqa: E402
 from cp_runtime.pool.tensor_cache import owned  # noqa: E402

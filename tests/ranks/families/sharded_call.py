@@ -10,7 +10,7 @@ from family_stock import clone
 from cp_runtime.comfy.rank.batch import share_out, take_items
 from cp_runtime.comfy.rank.forward import run_sharded, run_staged
 from cp_runtime.comfy.ui.interception import innermost_method
-from cp_runtime.engine.config import ContextParallelConfig
+from cp_runtime.engine.ranks.config import ContextParallelConfig
 from cp_runtime.engine.weights.sharded import ShardedWeights
 
 

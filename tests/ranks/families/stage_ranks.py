@@ -14,11 +14,11 @@ from sharded_call import staged_call
 from support import families
 from support.ranks import finish, report, start
 
-from cp_runtime.engine.config import PipelineSettings
 from cp_runtime.engine.hooks import InstalledPlan
-from cp_runtime.engine.mesh import BatchMesh
 from cp_runtime.engine.pipeline.pipeline import Pipeline
 from cp_runtime.engine.pipeline.stages import Stages, cut, staged_blocks
+from cp_runtime.engine.ranks.config import PipelineSettings
+from cp_runtime.engine.ranks.mesh import BatchMesh
 from cp_runtime.errors import PlanError
 from cp_runtime.families import plan_for
 

@@ -20,7 +20,7 @@ CASES = {
     if PLANS[families.load(family).MODELS[case.model].cls].shares_sequence and (SOAK or number < FEW)
 }
 # The clock of a rank that has run for long: it looks at an event of 512 collectives ago.
-ADDED_UP = "event, cp_runtime/engine/collectives.py: self._events[KEPT_EVENTS // 2][1].synchronize()"
+ADDED_UP = "event, cp_runtime/engine/ranks/collectives.py: self._events[KEPT_EVENTS // 2][1].synchronize()"
 
 
 @pytest.mark.parametrize("key", CASES, ids="-".join)

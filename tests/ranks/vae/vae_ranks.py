@@ -10,7 +10,7 @@ from support.ranks import finish, report, start
 from support.vaes import TINY_VAES, build
 
 from cp_runtime import ContextParallelConfig, apply_context_parallel, remove_context_parallel
-from cp_runtime.engine.mesh import SequenceMesh
+from cp_runtime.engine.ranks.mesh import SequenceMesh
 from cp_runtime.engine.rows.plan import run_on_rows
 from cp_runtime.errors import ContextParallelError
 from cp_runtime.vaes import row_plan_for

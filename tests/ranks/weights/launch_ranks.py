@@ -14,8 +14,8 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from support.stand_in import messages  # noqa: E402
 
-from cp_runtime.engine.collectives import RankGroup  # noqa: E402
-from cp_runtime.engine.mesh import BatchMesh  # noqa: E402
+from cp_runtime.engine.ranks.collectives import RankGroup  # noqa: E402
+from cp_runtime.engine.ranks.mesh import BatchMesh  # noqa: E402
 from cp_runtime.engine.weights.sharded import ShardedWeights  # noqa: E402
 
 device, mesh = own_device(), BatchMesh(dist.group.WORLD).sequence()

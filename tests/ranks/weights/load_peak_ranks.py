@@ -11,7 +11,7 @@ from mirrors import KEY, load, lora_of, mirrors_on
 from support.live_bytes import Peak
 from support.ranks import finish, report, start
 
-from cp_runtime.engine.mesh import BatchMesh
+from cp_runtime.engine.ranks.mesh import BatchMesh
 from cp_runtime.engine.weights.blocks import sizes_of
 
 rank, world, (models,) = start()

@@ -9,8 +9,8 @@ from cp_runtime.comfy.rank.memory import LoadProgress
 from cp_runtime.comfy.rank.mirrors import Mirrors
 from cp_runtime.comfy.shared.patches import encode_weight_patches
 from cp_runtime.comfy.shared.recipe import Recipe, file_stamp
-from cp_runtime.engine.config import SequenceSettings
 from cp_runtime.engine.cost import DegreePlanner, Rates
+from cp_runtime.engine.ranks.config import SequenceSettings
 from cp_runtime.pool.messages import Call, Load
 from cp_runtime.pool.protocol import TensorPacker, flatten
 

@@ -20,8 +20,8 @@ from mirrors import call, flux_inputs, load, mirrors_on
 from support.ranks import finish, report, start
 
 from cp_runtime.comfy.shared.patches import applied_patches, encode_weight_patches
-from cp_runtime.engine.config import PipelineSettings
-from cp_runtime.engine.mesh import BatchMesh
+from cp_runtime.engine.ranks.config import PipelineSettings
+from cp_runtime.engine.ranks.mesh import BatchMesh
 from cp_runtime.errors import MirrorError
 
 rank, world, (folder, names) = start()

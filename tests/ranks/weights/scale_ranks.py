@@ -11,9 +11,9 @@ from torch import nn
 
 from cp_runtime.comfy.rank.quantised import shared_scales
 from cp_runtime.comfy.ui.obstacles import check_experts
-from cp_runtime.engine.collectives import RankGroup
 from cp_runtime.engine.compiled import CompiledBlocks, CompileSettings
 from cp_runtime.engine.plan import ShardingPlan
+from cp_runtime.engine.ranks.collectives import RankGroup
 from cp_runtime.errors import UnsupportedError
 
 rank, world, _ = start()

@@ -18,7 +18,7 @@ from mirrors import call as call_model
 from mirrors import load as load_file
 from support.ranks import finish, report, start
 
-from cp_runtime.engine.mesh import BatchMesh
+from cp_runtime.engine.ranks.mesh import BatchMesh
 from cp_runtime.engine.weights.blocks import sizes_of
 from cp_runtime.engine.weights.sharded import ShardedWeights
 

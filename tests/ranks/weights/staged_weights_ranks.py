@@ -14,8 +14,8 @@ from mirrors import KEY, call, lora_of, mirrors_on
 from mirrors import load as load_file
 from support.ranks import finish, of_all, report, start
 
-from cp_runtime.engine.config import PipelineSettings
-from cp_runtime.engine.mesh import BatchMesh
+from cp_runtime.engine.ranks.config import PipelineSettings
+from cp_runtime.engine.ranks.mesh import BatchMesh
 from cp_runtime.nested import stored
 
 rank, world, (folder, lora, names) = start()

@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..errors import PlanError
-from ..nested import map_tensors
+from ...errors import PlanError
+from ...nested import map_tensors
 
 if TYPE_CHECKING:
     from .mesh import BatchMesh

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import ConfigError, bad_value, check_choice, check_switch, is_int
+from ...errors import ConfigError, bad_value, check_choice, check_switch, is_int
 from .mesh import AXES, MAKE_MESH, BatchMesh, SequenceMesh
 from .sharding import Shares
 

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..compat import flatten_mesh
-from ..errors import ConfigError, PlanError
+from ...compat import flatten_mesh
+from ...errors import ConfigError, PlanError
 from .collectives import CommStats, RankGroup
 from .sharding import Shares
 

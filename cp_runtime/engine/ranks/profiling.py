@@ -11,8 +11,8 @@ from typing import Any
 import torch.profiler
 from torch.autograd.profiler import record_function
 
-from ..compat import profiler_is_on
-from ..errors import bad_value
+from ...compat import profiler_is_on
+from ...errors import bad_value
 
 _NO_RANGE = nullcontext()
 

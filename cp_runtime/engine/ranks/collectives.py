@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..compat import start_all_to_all
+from ...compat import start_all_to_all
 from .profiling import trace_range
 
 KEPT_EVENTS = 1024  # pairs of device events; beyond that they are added up early
