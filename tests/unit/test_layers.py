@@ -6,7 +6,8 @@ import pytest
 from support.package import ROOT
 
 BASE = {"errors", "compat", "nested", "version", "comfyui", "cache"}
-ENGINE = {*BASE, "engine"}
+PARTS = {"engine/attention", "engine/weights"}
+ENGINE = {*BASE, "engine", "engine/ranks", *PARTS}
 BELOW_COMFY = {*ENGINE, "families", "vaes", "pool"}  # more of them for the side in ComfyUI's process
 LAYERS = {
     "errors": set(),
@@ -15,6 +16,8 @@ LAYERS = {
     "version": set(),
     "comfyui": set(),
     "cache": set(),
+    "engine/ranks": {*BASE, "engine/ranks"},
+    **{part: {*BASE, "engine/ranks", part} for part in PARTS},
     "engine": ENGINE,
     "diffusers": {*ENGINE, "diffusers"},
     "families": {*ENGINE, "families"},
@@ -31,9 +34,8 @@ PACKAGE = ROOT / "cp_runtime"
 
 
 def layer_of(parts):
-    """Layer of a module, or of a name in one: a folder, below `comfy` one of its folders."""
-    layer = "/".join(parts[:2]) if parts[0] == "comfy" else parts[0]
-    return layer if layer in LAYERS else None
+    """Layer of a module, or of a name in one: the innermost folder that is one."""
+    return next((layer for layer in ("/".join(parts[:2]), parts[0]) if layer in LAYERS), None)
 
 
 def imports(file):
