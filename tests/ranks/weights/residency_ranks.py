@@ -72,7 +72,7 @@ def unload(key):
 
 
 CONTROLLER.load, CONTROLLER.unload = load, unload
-CONTROLLER.workers = SimpleNamespace(pool=SimpleNamespace(config=config), held=held)
+CONTROLLER.workers = SimpleNamespace(pool=SimpleNamespace(config=config), models=SimpleNamespace(held=held))
 mm.soft_empty_cache = lambda force=False: told.append("empty cache")
 watch_stock_loads()
 
