@@ -2,7 +2,7 @@
 
     make soak, or python .ci/soak.py [--runs 5] [--short]
 
-The first run has full length (50 cycles, 200 prompts, 10,000 frames: `--short` leaves that out), the others the length of
+The first run has full length (50 cycles, 200 prompts: `--short` leaves that out), the others the length of
 `make test`. All hold the bounds themselves, without the slack that `make test` grants a busy machine. Prints a line per injected
 fault of the soak and a verdict; the exit status is the verdict.
 """

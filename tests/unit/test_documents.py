@@ -1,6 +1,5 @@
 """Links of the documents lead somewhere, anchors included, also in what the registry ships (.comfyignore)."""
 
-import ast
 import re
 from pathlib import Path
 
@@ -95,24 +94,3 @@ def lost_references(text: str) -> list[str]:
 @pytest.mark.parametrize("document", documents())
 def test_references_to_code(document):
     assert lost_references((CHECKOUT / document).read_text()) == []
-
-
-def test_the_life_of_a_call_names_code_at_every_step():
-    text = (CHECKOUT / "docs" / "architecture.md").read_text()
-    steps = re.split(r"^\d+\. ", text.partition("## The life of a call")[2].partition("## Words")[0], flags=re.MULTILINE)[1:]
-    assert len(steps) == 12
-    assert all(REFERENCE.search(step) for step in steps)
-
-
-def test_a_reference_to_code_that_is_not_there_is_noticed():
-    there = "`engine/ranks/sharding.split_ranges` `pool/protocol.py` `pool/board.Board.read` `comfy/ui` `tests/unit` `engine`"
-    assert lost_references(there) == []
-    assert len(lost_references("`engine/ranks/sharding.split` `pool/mirror.py` `pool/board.Board.rea` `comfy/ui/session`")) == 4
-
-
-def test_a_link_that_leads_nowhere_is_noticed():
-    assert shipped("docs/images/panel-idle-dark.png")
-    assert not shipped("tests/support/server.py")
-    text = "## A heading, of `two` things: [one](numerics.md)\n## Twice\n## Twice\n[a](#twice-1) [b](#a-heading-of-two-things-one) "
-    lost = ["../tests/support", "images/none.png", "numerics.md#none", "#thrice"]
-    assert lost_links(text + " ".join(f"![c]({link})" for link in lost), "docs/api.md") == lost

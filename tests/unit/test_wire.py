@@ -243,7 +243,7 @@ def test_pieces_that_cannot_be_are_refused(head, reason, connected):
 
 
 def test_garbage_is_refused():
-    """As the frames inside are: see `test_messages`."""
+    """As the frames inside are: see `test_messages.py`."""
     draw = random.Random(0)
     for _ in range(50):
         ends = pair("t", "t")
