@@ -4,7 +4,6 @@ import json
 import os
 import sys
 import time
-from argparse import Namespace
 
 import psutil
 import pytest
@@ -14,9 +13,9 @@ from support.package import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
 sys.path.append(str(BENCHMARKS))
-from gpu_check import RESULTS, TABLE, planned, run  # noqa: E402
+from gpu_check import RESULTS, TABLE, run  # noqa: E402
 from gpu_sections import GROUPS, SECTIONS  # noqa: E402
-from gpu_sections.section import NEEDS_CARD, WHOLE, Section, anonymous, markdown, read  # noqa: E402
+from gpu_sections.section import NEEDS_CARD, WHOLE, anonymous, read  # noqa: E402
 
 SLEEPER = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)"
 LONG = ("vae", "memory", "compiled", "timing", "several", "faults", "nccl_ranks", "cuda_graphs")
@@ -54,73 +53,10 @@ def test_a_section_that_fails_or_hangs_does_not_stop_the_next(tmp_path):
     assert "| is fine | ok |" in table
 
 
-def test_results_of_other_sections_stay(tmp_path):
-    both = sections(tmp_path, first="print('fine')", second="raise RuntimeError('it went wrong')")
-    assert not run(both, tmp_path)
-    (tmp_path / "second.py").write_text("print('fine')")
-    assert run({"second": both["second"]}, tmp_path)
-    assert [(line["section"], line["result"]) for line in read(tmp_path / RESULTS)] == [("first", "ok"), ("second", "ok")]
-
-
-def test_groups_and_sections_are_run_once_within_their_limits(tmp_path):
-    asked = Namespace(sections=["fourth", "vae", "timing"], limits=2.5, rehearse=False, few=True)
-    found = planned(asked, tmp_path)
-    assert list(found) == ["compiled", "timing", "cuda_graphs", "vae"]
-    assert [seconds for seconds, _ in found.values()] == [2.5 * SECTIONS[name] for name in found]
-    assert "--few" in found["compiled"][1]
-
-
-def test_what_fails_inside_of_a_section_is_a_result(tmp_path):
-    section = Section(name="kernels", path=tmp_path / "results")
-    with section.part("first"):
-        raise ValueError("no such kernel")
-    section.check("second", False, error=0.123456)
-    assert read(section.path) == [
-        {"section": "kernels", "check": "first", "result": "failed", "reason": "ValueError: no such kernel"},
-        {"section": "kernels", "check": "second", "result": "failed", "error": 0.1235},
-    ]
-
-
 def test_texts_tell_neither_paths_nor_names(monkeypatch):
     monkeypatch.setattr("getpass.getuser", lambda: "marvin")
     text = anonymous({"reason": ["/home/marvin/ComfyUI/main.py: no ~/models for marvin", "and/or 3/4 cuda:0, left after /free"]})
     assert text == {"reason": ["<path>: no <path> for <name>", "and/or 3/4 cuda:0, left after /free"]}
-
-
-def test_a_last_line_that_is_cut_off_is_left_out(tmp_path):
-    path = tmp_path / "results"
-    path.write_text('{"section": "a", "check": "b", "result": "ok"}\n{"section": "a", "ch')
-    assert len(read(path)) == 1
-
-
-def test_markdown():
-    lines = [
-        {"section": "kernels", "check": "flash, a|b", "result": "ok", "ms": 1.23456, "parts": {"x": 1}, "names": ["a", "b"]},
-        {"section": "kernels", "check": "one of many", "result": "ok", "detail": True},
-        {"section": "kernels", "check": WHOLE, "result": "ok", "seconds": 3.0},
-        {"section": "nccl", "check": "groups", "result": NEEDS_CARD},
-        {"section": "nccl", "check": WHOLE, "result": "failed", "seconds": 1.0, "reason": "exit code 1"},
-    ]
-    assert markdown(lines).splitlines() == [
-        "# GPU check",
-        "",
-        "| Section | Result | Seconds | Checks | Why |",
-        "|---|---|---|---|---|",
-        "| kernels | ok | 3.0 | 2 ok |  |",
-        "| nccl | failed | 1.0 | 1 needs a card | exit code 1 |",
-        "",
-        "## kernels",
-        "",
-        "| Check | Result | Figures |",
-        "|---|---|---|",
-        "| flash, a\\|b | ok | ms 1.23, parts x 1, names a b |",
-        "",
-        "## nccl",
-        "",
-        "| Check | Result | Figures |",
-        "|---|---|---|",
-        "| groups | needs a card |  |",
-    ]
 
 
 @pytest.fixture(scope="module")

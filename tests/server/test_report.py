@@ -131,31 +131,6 @@ def test_report_as_text_and_picture(server):
     assert 0.45 * whole <= max(grey) <= 0.55 * whole
 
 
-def luminance(colour):
-    red, green, blue = (c / 255 / 12.92 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in colour)
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-
-def test_the_picture_can_be_read(server):
-    """On a light page and on a dark one: by its own paper. A node shows it at two thirds of its size."""
-    _, image, _ = picture(server, changed(speed="1.80 × as fast as one device " * 9))
-    assert image.width <= 640
-    colours = sorted(image.getcolors(1 << 20), reverse=True)
-    (_, paper), *_ = colours
-    ink = max((colour for _, colour in colours), key=luminance)
-    assert (luminance(ink) + 0.05) / (luminance(paper) + 0.05) > 10
-    edge = [image.getpixel((x, y)) for x in (0, 12, image.width - 12, image.width - 1) for y in range(image.height)]
-    assert set(edge) == {paper}  # nothing runs out of it
-    _, other, _ = picture(server, changed(speed="1.80 x as fast as one device " * 9))
-    assert image.tobytes() == other.tobytes()  # a sign that the font does not have would be a box
-
-
-def test_a_speed_that_is_not_known_says_how_to_know(server):
-    text, _, _ = picture(server, changed(speed="not compared with one device yet", seconds_per_call_on_one_device=None))
-    assert text.splitlines()[0] == "not compared with one device yet"
-    assert "press Measure in the panel" in text.splitlines()[1]
-
-
 def test_a_run_without_a_step(server):
     """KSampler returns the latent as it is; what a run before needed is not told."""
     sampled(server, **CP)
@@ -166,18 +141,8 @@ def test_a_run_without_a_step(server):
     picture(server, json.dumps(report))
 
 
-def test_report_of_one_device(server):
-    text, image, _ = picture(server, json.dumps({"world_size": 1, "steps": 4, "seconds_per_step": 1.25, "seconds_per_call": None}))
-    assert text.splitlines() == ["one device", "1.25 s per step"]
-    assert image.width > 100
-
-
 def changed(**changes):
     return json.dumps(REPORT | changes)
-
-
-def changed_rank(**changes):
-    return changed(ranks=[REPORT["ranks"][0] | changes])
 
 
 NO_REPORTS = {
@@ -197,18 +162,6 @@ def test_something_else_than_a_report(text, server):
     error = server.fails({"shown": {"class_type": "CPReport", "inputs": {"report": text}}}, "the JSON report of a CP Sampler")
     assert error.exception_message.startswith("report: Connect its report output. Got ")
     assert len(error.exception_message) < 500
-
-
-def test_a_report_of_very_many_ranks(server):
-    """All are in the text; the picture stays one that can be looked at."""
-    text, image, _ = picture(server, changed(ranks=REPORT["ranks"] * 500))
-    assert len(text.splitlines()) == 1005
-    assert image.height < 2000
-
-
-def test_long_names_are_cut(server):
-    _, image, _ = picture(server, changed_rank(device="W" * 100))
-    assert image.width == 640
 
 
 # --- events -----------------------------------------------------------------------------------------------------------

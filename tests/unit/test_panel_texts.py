@@ -69,11 +69,3 @@ def test_what_the_server_names_has_a_text():
         assert {case: TEXTS["en"][f"{group}.{case}"] for case in texts} == texts
     assert {case: TEXTS["en"][f"alone.{case}"] for case in ALONE} == ALONE
     assert [placement for placement in (*PLACEMENTS, STAGED) if f"weights.{placement}" not in TEXTS["en"]] == []
-
-
-@pytest.mark.parametrize("language", LANGUAGES)
-def test_hints_say_what_to_do_and_then_explain(language):
-    """Of everything in the panel that is not named in everyday words."""
-    hints = {key: text.split("\n") for key, text in TEXTS[language].items() if key.startswith("hint.")}
-    short = {key for key, lines in hints.items() if len(lines) < 2}
-    assert short == {"hint.ended"}  # nothing has to be done about those
