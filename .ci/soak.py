@@ -35,15 +35,15 @@ TESTS = [
 AT_FULL_LENGTH = [
     *(
         f"tests/server/test_{name}.py"
-        for name in ("accelerators", "compiled", "families", "host_memory", "nodes", "patches", "quantised", "vae")
+        for name in ("accelerators", "cards", "compiled", "families", "gguf", "host_memory", "nodes", "patches", "quantised", "vae")
     ),
     *(f"tests/ranks/api/test_{name}.py" for name in ("api", "diffusers")),
-    *(f"tests/ranks/families/test_{name}.py" for name in ("cards", "compiled", "graphs", "stages")),
+    *(f"tests/ranks/families/test_{name}.py" for name in ("cards", "compiled", "families", "graphs", "stages")),
     "tests/ranks/attention/test_attention.py",
     "tests/ranks/vae/test_vae.py",
     *(f"tests/ranks/weights/test_{name}.py" for name in ("patched", "staged_weights")),
     "tests/browser/test_help.py",
-    "tests/unit/test_times.py",
+    "tests/browser/test_templates.py",
     "tests/gpu/test_gpu_check.py",
 ]
 HEAD = """# Reliability

@@ -257,8 +257,9 @@ def by_factory(kind: str = "plain", weight_dtype: str = "default", cp: dict | No
     return prompt
 
 
-@pytest.mark.parametrize(("kind", "weight_dtype"), [("plain", "default"), ("in a list", "fp8_e4m3fn")])
-@pytest.mark.parametrize("weights", ["whole", "sharded"])
+@pytest.mark.parametrize(
+    ("kind", "weight_dtype", "weights"), [("plain", "default", "sharded"), ("in a list", "fp8_e4m3fn", "whole")]
+)
 def test_a_loader_of_another_pack(file_server, kind, weight_dtype, weights):
     """The ranks call the pack's own function, which changes a weight, and import nothing of the pack that needs a server."""
     expected = file_server.sample(by_factory(kind, weight_dtype))

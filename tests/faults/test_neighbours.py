@@ -1,10 +1,8 @@
-"""Cases 23 to 27: other instances, other programs' settings, a bare network, `python -O`, other packs."""
+"""Cases 23 to 25 and 27: other instances, other programs' settings, a bare network, other packs."""
 
 import contextlib
-import json
 import os
 import socket
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -147,72 +145,6 @@ def test_a_host_without_a_name_and_without_ipv6(tmp_path):
         assert (found["resolves"], found["ipv6"]) == (False, False), found
         owner.ask("start", pool="a", ranks=3)
         assert owner.ask("echo", pool="a", nbytes=1 << 20)["same"]
-
-
-# --- 26 ---------------------------------------------------------------------------------------------------------------
-
-NOT_A_NUMBER = float("nan")
-BAD_SETTINGS = [
-    {"world_size": -1}, {"world_size": 10**6}, {"world_size": True}, {"world_size": 1.5}, {"devices": "cpu; rm -rf /"},
-    {"devices": "cuda:0"}, {"devices": "cpu,cpu", "world_size": 3}, {"devices": ["cpu"]}, {"ulysses_degree": -2},
-    {"ring_degree": 3, "world_size": 2}, {"batch_degree": 2.0}, {"rotate_method": "sideways"}, {"convert_to_fp32": "yes"},
-    {"ulysses_anything": 1}, {"ring_anything": None}, {"backend": "mpi"}, {"backend": "nccl"}, {"on_unsupported": "ignore"},
-    {"step_timeout": NOT_A_NUMBER}, {"step_timeout": float("inf")}, {"step_timeout": 0}, {"step_timeout": -1.0},
-    {"step_timeout": True}, {"step_timeout": "600"},
-]  # fmt: skip
-BAD_FIELDS = [
-    {"ring_degree": 0}, {"ulysses_degree": -1}, {"ulysses_degree": 1.5}, {"ring_degree": True}, {"rotate_method": "sideways"},
-    {"convert_to_fp32": 1},
-]  # fmt: skip
-BAD_MESSAGES = ["[]", "nonsense", "{", "[" * 100_000]
-
-UNDER_O = """
-import json, sys
-sys.path.insert(0, sys.argv[1])
-from support.package import load_package
-load_package()
-from cp_runtime.engine.ranks.config import ContextParallelConfig
-from cp_runtime.errors import ConfigError, ProtocolError
-from cp_runtime.pool.config import DeviceInventory, RuntimeConfig
-from cp_runtime.pool.messages import unpack
-from cp_runtime.pool.protocol import tensor_view
-import torch
-
-settings, fields, messages = json.load(sys.stdin)
-machine = DeviceInventory(type="cpu", count=0)
-block = torch.zeros(64, dtype=torch.uint8)
-cases = [(ConfigError, lambda value=value: RuntimeConfig.resolve(inventory=machine, **value)) for value in settings]
-cases += [(ConfigError, lambda value=value: ContextParallelConfig(**value)) for value in fields]
-cases += [(ProtocolError, lambda value=value: unpack(value.encode())) for value in messages]
-views = [((65,), 0), ((-1,), 0), ((1,), -64), ((1,), 1)]
-cases += [(ProtocolError, lambda shape=shape, at=at: tensor_view(block, torch.uint8, shape, at)) for shape, at in views]
-raised = []
-for expected, case in cases:
-    try:
-        case()
-        raised.append("nothing")
-    except expected:
-        raised.append("")
-    except Exception as error:
-        raised.append(repr(error))
-print(json.dumps({"optimize": sys.flags.optimize, "raised": raised}))
-"""
-
-
-def test_checks_stay_under_python_o():
-    done = subprocess.run(
-        [sys.executable, "-O", "-c", UNDER_O, str(Path(__file__).parents[1])],
-        input=json.dumps([BAD_SETTINGS, BAD_FIELDS, BAD_MESSAGES]),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout.splitlines()[-1])
-    assert answer["optimize"] == 1
-    count = len(BAD_SETTINGS) + len(BAD_FIELDS) + len(BAD_MESSAGES) + 4
-    note("26 python -O", f"of {count} checks gone", 0, sum(map(bool, answer["raised"])))
-    assert answer["raised"] == [""] * count
 
 
 # --- 27 ---------------------------------------------------------------------------------------------------------------

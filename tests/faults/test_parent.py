@@ -44,7 +44,7 @@ def start_hung(owner, faults, kind):
 # --- 15 ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("moment", ["idle", "busy", "starting", "holding Python's lock"])
+@pytest.mark.parametrize("moment", ["busy", "starting", "holding Python's lock", *(["idle"] if SOAK else [])])
 def test_sigkill(temp, faults, moment):
     """In "busy" one rank is stopped as well: it cannot run, and must end all the same."""
     with Owner(temp, faults.pool_environment) as owner:
@@ -93,7 +93,7 @@ def killed_server(comfyui_path, checkpoints_dir, tmp_path_factory):
     server.close()
 
 
-@pytest.mark.parametrize("moment", ["loading", "in a collective"])
+@pytest.mark.parametrize("moment", ["in a collective", *(["loading"] if SOAK else [])])
 def test_sigkill_of_comfyui(killed_server, moment):
     server, faults = killed_server
     server.start()
@@ -125,7 +125,11 @@ def test_sigkill_of_comfyui(killed_server, moment):
 
 
 ASKING = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
-MOMENTS = [(kind, "idle") for kind in ASKING] + [(kind, "starting") for kind in (ASKING if SOAK else [signal.SIGINT])]
+MOMENTS = (
+    [(kind, moment) for kind in ASKING for moment in ("idle", "starting")]
+    if SOAK
+    else [(signal.SIGTERM, "idle"), (signal.SIGINT, "starting")]
+)
 
 
 @pytest.mark.parametrize(("kind", "moment"), MOMENTS, ids=[f"{kind.name}-{moment}" for kind, moment in MOMENTS])

@@ -24,7 +24,12 @@ def failure(server, **settings):
 
 
 @pytest.mark.parametrize(
-    ("where", "kind", "rank"), [("while it loads", "kill", 0), ("while it loads", "exit", 2), ("in a call", "kill", 0)]
+    ("where", "kind", "rank"),
+    [
+        ("while it loads", "kill", 0),
+        pytest.param("while it loads", "exit", 2, marks=pytest.mark.soak),
+        ("in a call", "kill", 0),
+    ],
 )
 def test_a_rank_ends(fault_server, expected, with_lora, faults, where, kind, rank):
     """Its peers wait for its part of a block."""
@@ -76,6 +81,7 @@ def test_a_rank_hangs_in_a_call(fault_server, expected, faults):
     assert_right(fault_server, expected, CP)
 
 
+@pytest.mark.soak
 def test_killed_while_idle(fault_server, expected):
     pids = assert_right(fault_server, expected, CP)
     os.kill(pids[1], signal.SIGKILL)

@@ -26,6 +26,7 @@ BOUND = 1e-5  # of float32, relative to the standard deviation
 HALF_BOUND = 5e-2
 FLUX_BYTES = 28.9e6
 CASES = cases(2)
+SELDOM = ("Flux", "Flux, mask over keys", "Flux, LoRA", "Flux, LoRA changed", "Wan", "Wan, sequence only")
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +77,7 @@ def test_what_ranks_import_is_imported_while_a_prompt_loads(card_server):
     assert fork_servers(card_server)[:1] == [early]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(name, marks=pytest.mark.soak if name in SELDOM else ()) for name in CASES])
 def test_two_cards_are_as_one(card_server, case):
     graph, cp = CASES[case]
     stock, ours = latent(card_server, graph()), latent(card_server, graph(cp=cp))
@@ -106,7 +107,9 @@ def test_forwards_are_replayed_as_graphs(card_server):
     assert (refused["replayed"], refused["reason"]) == (0, "patches of a node, or a ControlNet, take part in the call")
 
 
-@pytest.mark.parametrize(("name", "method"), VAES)
+@pytest.mark.parametrize(
+    ("name", "method"), [pytest.param(name, method, marks=() if name == "ltxv" else pytest.mark.soak) for name, method in VAES]
+)
 @pytest.mark.usefixtures("vae_files")
 def test_a_picture_is_decoded_on_both_cards(card_server, name, method):
     prompts = vae_prompt(name, method), vae_prompt(name, method, "exact", world=0)

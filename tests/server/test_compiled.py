@@ -30,9 +30,11 @@ def run(pool_server, **settings):
 INDUCTOR = {"after_apply": [("TorchCompileModel", {"backend": "inductor"})]}
 
 
-def test_cancel_while_the_ranks_compile(pool_server):
+def test_cancel_while_the_ranks_compile(pool_server, faults):
     """The status says that they compile. They do not leave it, and others start with the next prompt."""
-    prompt_id = pool_server.queue(wan_prompt(cp=CP, **INDUCTOR))
+    run(pool_server, cp=CP)
+    faults.arm(1, "slow", "compile", seconds=60.0)
+    prompt_id = pool_server.queue(wan_prompt(cp=CP, after_apply=[("TestPatch", {"kind": "compile_eager"})]))
     pool_server.wait_status(lambda status: "compiling blocks on" in status["activity"], 120)
     began = time.monotonic()
     pool_server.interrupt()

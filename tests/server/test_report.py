@@ -169,8 +169,8 @@ def test_something_else_than_a_report(text, server):
 
 @pytest.fixture(scope="module")
 def fresh_server(comfyui_path, checkpoints_dir):
-    """A server that the first of these tests finds as it started; what its ranks need is imported, which is one of its states."""
-    with ComfyServer(comfyui_path, models=checkpoints_dir, spare=False) as running:
+    """A server that the first of these tests finds as it started."""
+    with ComfyServer(comfyui_path, models=checkpoints_dir) as running:
         yield running
 
 
@@ -190,7 +190,6 @@ def test_events_follow_the_workers(fresh_server):
     changes = [state for i, state in enumerate(order) if i == 0 or order[i - 1] != state]
     assert changes in (["starting", "loading", "computing", "idle"], ["starting", "computing", "idle"])  # loading may take no time
     starts = [status["starting"] for status in statuses(server) if status["starting"]]
-    assert "importing" in {start["stage"] for start in starts}
     assert {start["last_took"] for start in starts} == {None}  # this server has a cache folder of its own
     last = statuses(server)[-1]
     assert last["starting"] is None
@@ -216,7 +215,7 @@ def test_events_follow_the_workers(fresh_server):
     assert shown == {f"not compared with one process yet · {seconds:.3g} s per call · 2 ranks (ulysses 2)"}
 
     quiet = time.monotonic()
-    time.sleep(3)
+    time.sleep(1.5)
     assert len(statuses(server, quiet)) <= 1  # memory may still change
 
 

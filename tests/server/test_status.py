@@ -167,7 +167,9 @@ def test_ranks_and_state_agree(pool_server, expected):
     assert {status["state"], *(rank["state"] for rank in status["ranks"])} == {"idle"}
 
 
-@pytest.mark.parametrize(("way", "text"), [("cancel", "cancelled"), ("kill", "failed"), ("restart", "failed")])
+@pytest.mark.parametrize(
+    ("way", "text"), [("cancel", "cancelled"), ("kill", "failed"), pytest.param("restart", "failed", marks=pytest.mark.soak)]
+)
 def test_the_text_in_a_node_that_did_not_end_says_so(pool_server, expected, way, text):
     """The browser would show what was said before for ever."""
     pids, since = assert_right(pool_server, expected), time.monotonic()

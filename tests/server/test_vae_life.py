@@ -10,6 +10,7 @@ from support.vae_graphs import vae_prompt
 
 BOUND = 1e-5
 MODES = ("exact", "tiles")
+SELDOM = ("exact", pytest.param("tiles", marks=pytest.mark.soak))
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,7 @@ def assert_right(server, expected, mode):
     return server.worker_pids()
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", SELDOM)
 def test_a_killed_rank(pool_server, expected, faults, mode):
     pids = assert_right(pool_server, expected, mode)
     faults.arm(1, "kill", module=2)
@@ -53,7 +54,7 @@ def test_cancel(pool_server, expected, faults, mode):
     assert assert_right(pool_server, expected, mode) == pids
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", SELDOM)
 def test_out_of_memory(pool_server, expected, faults, mode):
     """Once: room is made, and the call is tried again. Twice: an error, and not tiles in the place of the exact picture."""
     assert_right(pool_server, expected, mode)

@@ -121,7 +121,7 @@ def test_without_a_limit_cpu_ranks_keep_it_whole(pool_server, whole):
     assert "share through the file" in placement(pool_server)
 
 
-@pytest.mark.parametrize("weights", ["whole", "sharded"])
+@pytest.mark.parametrize("weights", [pytest.param("whole", marks=pytest.mark.soak), "sharded"])
 def test_loading_says_how_far_it_is(pool_server, whole, faults, weights):
     """In the status, as text in the node, and in its progress bar, which then counts steps."""
     pool_server.free_workers()
@@ -177,7 +177,7 @@ def test_the_end_of_a_prompt_in_the_middle(pool_server, whole, way):
     assert (pool_server.worker_pids() == pids) == (way == "Cancel")
 
 
-@pytest.mark.parametrize(("rank", "module"), [(1, 1), (0, 4)])
+@pytest.mark.parametrize(("rank", "module"), [(1, 1), pytest.param(0, 4, marks=pytest.mark.soak)])
 def test_out_of_memory_on_one_rank(pool_server, whole, faults, rank, module):
     """Pieces of the next block are on their way. Room is made, and the call is tried again."""
     run(pool_server, "sharded")
@@ -187,7 +187,7 @@ def test_out_of_memory_on_one_rank(pool_server, whole, faults, rank, module):
     assert f"rank {rank} ran out of memory; making room" in pool_server.log_text()
 
 
-@pytest.mark.parametrize("kind", ["error", "exit"])
+@pytest.mark.parametrize("kind", ["error", pytest.param("exit", marks=pytest.mark.soak)])
 def test_a_rank_that_fails(pool_server, whole, faults, kind):
     run(pool_server, "sharded")
     faults.arm(1, kind, module=3)

@@ -36,8 +36,8 @@ def test_a_fast_link_uses_all_ranks_and_a_slow_one_none(times, tmp_path):
     assert settled(work(1024), SLOW, Times(tmp_path / "others.json"))[0] == 1
 
 
-@pytest.mark.parametrize("items", [1, 2, 3])
-@pytest.mark.parametrize("tokens", [1024, 4608, 16384, 75600])
+@pytest.mark.parametrize("items", [1, 2])
+@pytest.mark.parametrize("tokens", [1024, 16384])
 @pytest.mark.parametrize(
     "link",
     [{}, {"bandwidth": 2e10}, {"bandwidth": 8e9, "latency": 5e-5}, {"bandwidth": 2e9, "overlap": 0.0}, SLOW_LINK],

@@ -1,5 +1,6 @@
 """Links of the documents lead somewhere, anchors included, also in what the registry ships (.comfyignore)."""
 
+import ast
 import re
 from pathlib import Path
 

@@ -1,10 +1,8 @@
 """Files of models that change: which changes count where they are in use, and whether two computers have the same file."""
 
-import json
 import os
 import random
 import shlex
-import threading
 
 import pytest
 
@@ -201,39 +199,6 @@ def test_what_is_kept_of_a_file_that_changed_does_not_count(folders, change):
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     with pytest.raises(MirrorError, match="another model file"):
         compare(folders)
-
-
-CORRUPT = {
-    "nothing": b"", "no JSON": b"{", "another version": b"{}", "another form": b'{"version": 3, "entries": {"x": 5}}',
-    "a number for a digest": None,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", CORRUPT)
-def test_a_cache_that_is_broken_is_made_anew(folders, tmp_path, read, case):
-    compare(folders)
-    cache = tmp_path / "cache" / "comfyui-context-parallel" / "digests.json"
-    kept = json.loads(cache.read_text())
-    entries = kept["entries"]
-    assert {entry["digest"] for entry in entries.values()} == {describe(folders[2], folders[0])["digest"]}
-    if CORRUPT[case] is None:
-        for entry in entries.values():
-            entry["digest"] = 5
-    cache.write_bytes(CORRUPT[case] if CORRUPT[case] is not None else json.dumps(kept).encode())
-    compare(folders)
-    assert read() == 4 * SIZE
-    compare(folders)
-    assert read() == 4 * SIZE
-
-
-def test_files_are_compared_in_many_threads_at_once(folders):
-    found = []
-    threads = [threading.Thread(target=lambda: found.append(compare(folders)["path"])) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [there(folders)] * 4
 
 
 def test_a_file_that_is_another_one_than_comfyui_loaded_is_named(folders):

@@ -1,7 +1,5 @@
 """What the status and reports are made of: sums instead of lists, and messages that anyone may read."""
 
-import random
-
 import pytest
 from support.reports import call_report
 
@@ -168,15 +166,6 @@ def test_what_cannot_be_measured_says_why_until_another_kind_runs(journal):
 )
 def test_speed_in_words(speed, words):
     assert speed.words == words
-
-
-def test_no_two_numbers_of_a_sentence_contradict_each_other():
-    draw = random.Random(1)
-    for _ in range(2000):
-        speed = Speed(ranks=9, per_call=10 ** draw.uniform(-3, 2), alone=[10 ** draw.uniform(-3, 2)], steps=20, calls=20)
-        if 0.05 < speed.times < 50:
-            parts = speed.parts
-            assert f"{float(parts['alone']) / float(parts['seconds']):.1f}" == parts["times"] == f"{speed.times:.1f}"
 
 
 def test_what_was_measured_again_and_again_counts_with_its_median(journal, file):

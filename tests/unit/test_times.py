@@ -1,17 +1,13 @@
 """The table of times: what tells kinds of calls apart, what is kept on disk, and whatever lies there instead."""
 
 import errno
-import json
 import os
-import random
 from pathlib import Path
 
 import pytest
 import torch
-from support.faults import SOAK
 
-from cp_runtime.cache import MAX_BYTES, MAX_ENTRIES, CacheFile
-from cp_runtime.timing.times import SAMPLES, Times, digest, kind_of, least
+from cp_runtime.timing.times import SAMPLES, Times, kind_of, least
 
 
 @pytest.fixture
@@ -127,55 +123,3 @@ def test_what_is_no_file_counts_as_absent_and_nothing_is_left(file, make):
     keep(file)
     assert kept(file) == (() if make is Path.mkdir else (1.5,))
     assert [path.name for path in file.parent.iterdir()] == ["times.json"]
-
-
-def test_a_file_is_read_that_is_as_large_as_it_gets(file):
-    times = Times(file)
-    for number in range(MAX_ENTRIES + 100):
-        for _ in range(SAMPLES):
-            times.add(digest(number), digest("x"), 1234.56789)
-    times.save()
-    assert 0.1 * MAX_BYTES < file.stat().st_size < MAX_BYTES
-    found = Times(file)
-    assert [bool(found.of(digest(number), digest("x"))) for number in (0, 99, 100, MAX_ENTRIES + 99)] == [False, False, True, True]
-
-
-FILES = 1000 if SOAK else 300
-ODD = [None, True, -1, 0, 3, 1.5, 1e400, float("nan"), 10**30, "1", "", [], {}, [0, 1, 2, 3], {"ranks": [0]}]
-
-
-def _places(value):
-    """Every (container, key) in nested lists and dicts."""
-    for key in list(value) if isinstance(value, dict) else range(len(value)):
-        yield value, key
-        if isinstance(value[key], (dict, list)):
-            yield from _places(value[key])
-
-
-def test_no_file_breaks_a_prompt(file):
-    """Hundreds of files in which fields have another value, are gone, or the text is cut off or changed."""
-    draw = random.Random(0)
-    keep(file)
-    keep(file, seconds=2.5)
-    CacheFile(file).put({"other": {"stamp": [1, 2]}})
-    text, read = file.read_text(), 0
-    for _ in range(FILES):
-        content = json.loads(text)
-        for _ in range(draw.randint(1, 2)):
-            where, key = draw.choice(list(_places(content)))
-            if draw.random() < 0.2:
-                del where[key]
-            else:
-                where[key] = draw.choice(ODD)
-        changed = json.dumps(content)
-        if draw.random() < 0.1:
-            at = draw.randrange(len(changed))
-            changed = changed[:at] + draw.choice(["", "\x00", "9" * 5000, "[" * 100_000]) + changed[at + draw.randint(0, 1) :]
-        file.write_text(changed)
-        times = Times(file)
-        found = times.of("flux", "two 4090")
-        assert all(0 < each < 1e9 for each in found)
-        read += bool(found)
-        times.add("flux", "two 4090", 3.0)
-        assert least(times.of("flux", "two 4090")) <= 3.0
-    assert 0.01 * FILES < read < 0.99 * FILES

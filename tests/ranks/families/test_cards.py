@@ -12,7 +12,7 @@ from cp_runtime.families import PLANS
 
 FEW = 1  # case of each family, in the modes by turns; `make soak` runs all
 MODES = {"ulysses 2": (1, 2, "allgather", 0), "ring 2": (2, 1, "alltoall", 0)}
-STAGES = {"2 stages": (1, 1, "allgather", 2), "3 stages": (1, 1, "allgather", 3)}
+STAGES = {"3 stages": (1, 1, "allgather", 3), **({"2 stages": (1, 1, "allgather", 2)} if SOAK else {})}
 CASES = {
     (list(MODES)[(turn + number) % len(MODES)], family, case.name): case
     for turn, family in enumerate(families.NAMES)

@@ -23,14 +23,12 @@ def names_of(family):
 CASES = {
     "ulysses 2": [
         ("flux", "flux 3 heads batch 2"),
-        ("wan", "wan t2v"),
         ("qwen_image", "qwen text mask"),
-        ("lumina", "z-image"),
         ("minimax_music", "music two windows"),
-        *([("sd3", "sd3.5 medium"), ("ltxv", "ltxv")] if SOAK else []),
+        *([("wan", "wan t2v"), ("lumina", "z-image"), ("sd3", "sd3.5 medium"), ("ltxv", "ltxv")] if SOAK else []),
     ],
     "batch 2 x ulysses 2": [("wan", "wan t2v batch 2 odd")],
-    "ring 2": [("wan", "wan 3 heads")],
+    "ring 2": [("wan", "wan 3 heads")] if SOAK else [],
 }
 # What this ComfyUI has of them.
 CASES = {run: [(family, case) for family, case in cases if case in names_of(family)] for run, cases in CASES.items()}

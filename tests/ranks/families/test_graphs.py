@@ -6,8 +6,8 @@ from support.ranks import COMFY, run_steps
 
 from cp_runtime.engine.graphs import FIRST, REPLAYED
 
-MODES = {"ulysses 2": (2, 1, 2, "allgather"), "ring 2": (2, 2, 1, "alltoall")}
-MODES |= {"unified 4": (4, 2, 2, "alltoall")} if SOAK else {}
+MODES = {"ring 2": (2, 2, 1, "alltoall")}
+MODES |= {"ulysses 2": (2, 1, 2, "allgather"), "unified 4": (4, 2, 2, "alltoall")} if SOAK else {}
 ROUNDING = 1e-5  # of the CPU's kernels, which may depend on where the numbers lie
 LACKS = "the device has too little memory for a recording"
 TOLD = {

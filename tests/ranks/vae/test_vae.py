@@ -1,6 +1,7 @@
 """VAEs on ranks that share the rows of a picture, against the stock VAEs."""
 
 import pytest
+from support.faults import SOAK
 from support.ranks import COMFY, run_ranks
 
 BOUND = 1e-5  # relative to the largest value, float32
@@ -8,7 +9,7 @@ MEMORY = {2: 0.6, 4: 0.35}
 """Of what the stock VAE holds at one time, by ranks."""
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, 4] if SOAK else [2])
 def ran(request):
     return request.param, run_ranks("vae/vae_ranks.py", request.param, preload=COMFY)
 

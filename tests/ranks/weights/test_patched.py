@@ -11,8 +11,8 @@ EVERY = (
     "a wider input, padded", "a wider input by LoRA", "of the first rows", "with a function",
     "merge", "difference", "merge of LoRAs", "LoRA on a merge of merges",
 )  # fmt: skip
-SOME = ("none", "diff", "lora", "a wider input by LoRA", "LoRA on a merge of merges")
-QUANTISED = ("none", "diff", "set", "lora", "LoRA on a merge of merges")
+SOME = ("none", "lora", "LoRA on a merge of merges")
+QUANTISED = ("none", "set", "lora", "LoRA on a merge of merges")
 MODELS = [
     ("wan_t2v", "wan_t2v_low", EVERY),
     ("flux", "flux_fp8_plain", EVERY if SOAK else SOME),

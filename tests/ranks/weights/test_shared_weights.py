@@ -11,26 +11,19 @@ from support.ranks import COMFY, run_ranks
 PLAIN, QUANTISED = ["AbsentWeight"], ["AbsentWeight", "QuantizedTensor"]
 KINDS = {
     "flux": PLAIN,
-    "flux_fp8_plain": PLAIN,
     "flux_fp8_scaled": QUANTISED,
     "flux_int8_convrot": QUANTISED,
     "flux_nvfp4": QUANTISED,
-    **({"flux_fp8": QUANTISED, "flux_fp8_mixed": QUANTISED, "flux_mxfp8": QUANTISED} if SOAK else {}),
+    **({"flux_fp8_plain": PLAIN, "flux_fp8": QUANTISED, "flux_fp8_mixed": QUANTISED, "flux_mxfp8": QUANTISED} if SOAK else {}),
 }
-SOME = ("flux", "flux_nvfp4")  # with another number of ranks than 2; all of them in `make soak`
 CAST = {"dtype": "float8_e4m3fn"}  # weight_dtype of Load Diffusion Model: what is in the file is converted
 
 
-def kinds(ranks):
-    return KINDS if ranks == 2 or SOAK else SOME
-
-
-@pytest.fixture(scope="module", params=[2, 3, 4] if SOAK else [2, 3], ids="{} ranks".format)
+@pytest.fixture(scope="module", params=[2, 3, 4] if SOAK else [3], ids="{} ranks".format)
 def all_reports(request, checkpoints_dir):
     folder, lora = checkpoints_dir / "diffusion_models", str(checkpoints_dir / "loras" / "flux_lora.safetensors")
-    names = kinds(request.param)
     both = ["sharded", "offloaded"]  # the same code, on a CPU
-    wanted = [(str(folder / f"{name}.safetensors"), lora, {}, both if name == "flux" else both[:1]) for name in names]
+    wanted = [(str(folder / f"{name}.safetensors"), lora, {}, both if name == "flux" else both[:1]) for name in KINDS]
     wanted.append((str(folder / "flux.safetensors"), lora, CAST, both[:1]))
     return run_ranks("weights/shared_weights_ranks.py", request.param, json.dumps(wanted), preload=COMFY)
 
@@ -52,7 +45,7 @@ def differing(reports):
 @pytest.mark.bits("whole weights were the same bytes, and calls the same shapes")
 def test_bit_by_bit(reports):
     """As loaded, with a LoRA, with another one, without one, ahead of the blocks, and unloaded and loaded again."""
-    assert len(reports) in (len(KINDS) + 2, len(SOME) + 2)
+    assert len(reports) == len(KINDS) + 2
     note("47 shared weights: quantised kinds, LoRA, loads", "outputs with other bits than of whole weights", 0, differing(reports))
     for report in reports:
         assert report["std"] > 1e-2, report

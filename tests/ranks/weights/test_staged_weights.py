@@ -8,7 +8,7 @@ from support.ranks import COMFY, run_ranks
 
 ROUNDED = ("flux_fp8_scaled", "flux_int8_convrot", "flux_nvfp4")
 EXACT = ("flux", "flux_fp8_plain")
-KINDS = ("flux", *ROUNDED, *(("flux_fp8", "flux_fp8_plain", "flux_fp8_mixed", "flux_mxfp8") if SOAK else ()))
+KINDS = ("flux", "flux_nvfp4", *((*ROUNDED[:2], "flux_fp8", "flux_fp8_plain", "flux_fp8_mixed", "flux_mxfp8") if SOAK else ()))
 
 
 @pytest.fixture(scope="module")

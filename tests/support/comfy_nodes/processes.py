@@ -1,7 +1,6 @@
-"""Nodes that show what a server and its workers did, take their memory, and leave a process behind."""
+"""Nodes that show what a server and its workers did, and take their memory."""
 
 import re
-import subprocess
 import sys
 import threading
 from typing import Any
@@ -19,13 +18,6 @@ def TestWorkerCalls(latent: Any) -> dict[str, Any]:
     (module,) = (module for name, module in sys.modules.items() if name.endswith(CONTROLLER))
     sums = module.CONTROLLER.journal.run  # which leaves the first call out, if there were more
     return {"ui": {"text": [str(sums.count + 1)]}}
-
-
-@node()
-def TestChild(marker: str = "test_child") -> dict[str, Any]:
-    """Start a process in a session of its own that sleeps for ten minutes, with `marker` on its command line."""
-    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", marker], start_new_session=True)
-    return {"ui": {}}
 
 
 @node(again=True)
