@@ -16,18 +16,13 @@ CASES = {
     # every sampler node
     "KSampler euler": partial(FLUX, node="KSampler", sampler="euler"),
     "KSamplerAdvanced dpmpp_2m": partial(FLUX, node="KSamplerAdvanced", sampler="dpmpp_2m", steps=3),
-    "SamplerCustomAdvanced": partial(FLUX, node="SamplerCustomAdvanced"),
     "SamplerCustomAdvanced cfg": partial(FLUX, node="SamplerCustomAdvanced", cfg=4.0),
-    "CPSampler": partial(FLUX, node="CPSampler"),
     "CPSampler cfg": partial(FLUX, node="CPSampler", cfg=4.0, denoise=0.7, latent={"noise": 1.0}),
     # every kind of sampler
     "ancestral": partial(FLUX, sampler="euler_ancestral", steps=4),
     "SDE": partial(FLUX, sampler="dpmpp_sde", steps=3),
-    "multistep SDE": partial(FLUX, sampler="dpmpp_2m_sde", steps=3, cfg=4.0),
     # CFG, batch, sizes, text lengths
-    "cfg 4": partial(FLUX, cfg=4.0),
     "cfg 4 batch 2": partial(FLUX, cfg=4.0, batch=2),
-    "batch 2": partial(FLUX, batch=2),
     "odd size": partial(FLUX, width=72, height=104, tokens=13),
     "one text token": partial(FLUX, tokens=1),
     "different text lengths": partial(FLUX, tokens=7, negative={"tokens": 10}, cfg=4.0),
@@ -38,25 +33,16 @@ CASES = {
     "no guidance embedding": partial(FLUX, ckpt="flux_schnell", guidance=-1),
     # masks, references
     "key mask": partial(FLUX, attention_mask="key", tokens=13),
-    "bias mask": partial(FLUX, attention_mask="bias"),
     "block mask batch 2": partial(FLUX, attention_mask="block", batch=2),
     "reference latents": partial(FLUX, reference={"width": 40, "height": 56, "reference_count": 2}),
-    "reference latents cfg": partial(FLUX, reference={"width": 32, "height": 48}, cfg=4.0),
     # weights
     "LoRA": partial(FLUX, loras=["flux_lora"]),
-    "LoRA at half strength": partial(FLUX, loras=[("flux_lora", 0.5)]),
     "two LoRAs": partial(FLUX, loras=[("flux_lora", 0.7), ("flux_lora_kohya", -0.4)]),
     "LoRA after Apply": partial(FLUX, loras=[("flux_lora", 0.5)], apply_after_lora=False),
-    "fp8 scaled": partial(FLUX, ckpt="flux_fp8"),
     "fp8 scaled LoRA": partial(FLUX, ckpt="flux_fp8", loras=["flux_lora"]),
-    "weight_dtype fp8": partial(FLUX, weight_dtype="fp8_e4m3fn"),
     # Wan
-    "wan t2v": WAN,
     "wan t2v cfg batch odd": partial(WAN, width=72, height=56, frames=5, tokens=15, batch=2, cfg=4.0),
-    "wan 3 heads": partial(WAN, ckpt="wan_t2v_h3"),
-    "wan LoRA": partial(WAN, loras=["wan_t2v_lora"]),
     "wan i2v clip": partial(WAN, ckpt="wan_i2v", clip_vision=True, concat_latent=True, cfg=4.0),
-    "wan 2.2 i2v": partial(WAN, ckpt="wan22_i2v", concat_latent=True),
     "wan per-frame timesteps": partial(WAN, ckpt="wan22_5b", channels=48, latent={"noise": 1.0, "noise_mask": "first_frame"}),
     "wan high and low noise": partial(WAN, node="KSamplerAdvanced", low_ckpt="wan_t2v_low", steps=4, cfg=4.0),
 }  # fmt: skip
@@ -80,12 +66,12 @@ MODES = {
 
 QUICK = "cfg 4 batch 2"
 DIFFICULT = ("odd size", "one text token", "1 head", "key mask", "block mask batch 2", "wan t2v cfg batch odd")
-# One case in every mode, the others in two: tests/ranks has every family in every mode.
+# One case in every mode, the others in one: tests/ranks has the families in every mode.
 RUNS = [
     pytest.param(case, mode, settings["world_size"], id=f"{mode}-{case}", marks=[pytest.mark.ranks(settings["world_size"]), *marks])
     for turn, (case, marks) in enumerate([(QUICK, [pytest.mark.quick]), *((case, []) for case in DIFFICULT)])
     for place, (mode, settings) in enumerate(MODES.items())
-    if case == QUICK or (turn + place) % len(MODES) in (0, 2)
+    if case == QUICK or (turn + place) % len(MODES) == 0
 ]
 
 
@@ -98,7 +84,7 @@ def test_every_mode_equals_the_stock_graph(case, mode, world, server):
 def test_conditions_of_the_cases_matter(server):
     """A case that equals the plain graph would prove nothing."""
     plain = server.sample_once(CASES["KSampler euler"]())
-    for case in ("key mask", "LoRA", "LoRA at half strength", "reference latents", "cfg 4", "fp8 scaled", "ancestral"):
+    for case in ("key mask", "LoRA", "reference latents", "fp8 scaled LoRA", "ancestral"):
         other = server.sample_once(CASES[case]())
         assert differ(plain, other), case
 

@@ -137,11 +137,9 @@ def test_mirrored_patch(name, served, place, world, server, family_checkpoints):
 
 
 IN_BLOCKS = {
-    "ring": {"ring_degree": 2},
-    "sharded": {"weights": "sharded"},
-    "offloaded": {"weights": "offloaded"},
+    "ring, sharded": {"ring_degree": 2, "weights": "sharded"},
     "staged": {"weights": "staged"},
-    "exchanged in rounds": {"ulysses_degree": 2},
+    "exchanged in rounds": {"ulysses_degree": 2, "weights": "offloaded"},
 }
 
 
