@@ -6,15 +6,6 @@ from playwright.sync_api import expect
 from support.graphs import flux_prompt
 
 CONFIG = "app.graph.nodes.find(node => node.type === 'CPConfig').widgets.slice(0, 2).map(widget => widget.value)"
-WALKS = """() => {
-    const graph = app.graph, nodes = graph.nodes;
-    window.cpWalks = 0;
-    Object.defineProperty(graph, 'nodes', { configurable: true, get: () => {
-        window.cpWalks += new Error().stack.includes('devices.js');
-        return nodes;
-    } });
-}"""
-"""Counts in `window.cpWalks` how often the cards look at the nodes of the open graph."""
 
 
 @pytest.fixture
@@ -71,20 +62,3 @@ def test_gpus_have_names_memory_links_and_a_switch_that_writes_cp_config(page, c
     page.evaluate("() => app.api.dispatchCustomEvent('graphChanged', {})")
     expect(cards).to_contain_text("The CP Config nodes of this workflow differ")
     expect(switches.nth(1)).to_be_disabled()
-
-
-@MADE_UP_GPUS
-def test_events_of_the_server_walk_no_graph(page, cards):
-    """They come several times a second while a run goes on, and graphs may have thousands of nodes."""
-    opened(cards)
-    page.evaluate("prompt => app.loadApiJson(prompt, 'test')", flux_prompt(cp={"world_size": 2}))
-    page.evaluate("() => app.loadGraphData(app.graph.serialize())")
-    expect(cards).to_contain_text("Set in CP Config of this workflow.")
-    page.evaluate(WALKS)
-    status = page.evaluate("async () => (await app.api.fetchApi('/context_parallel/status')).json()")
-    for state in ("computing", "loading") * 3:
-        page.evaluate("status => app.api.dispatchCustomEvent('context_parallel.status', status)", {**status, "state": state})
-    assert page.evaluate("window.cpWalks") == 0
-    page.evaluate("() => app.api.dispatchCustomEvent('graphChanged', {})")
-    assert page.evaluate("window.cpWalks") == 1
-    page.evaluate("() => { delete app.graph.nodes; }")

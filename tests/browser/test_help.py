@@ -9,14 +9,9 @@ from support.server import CHECKOUT
 
 NODES = {
     "CPConfig": "CP Config",
-    "ApplyContextParallel": "Apply Context Parallel",
-    "CPSampler": "CP Sampler",
-    "CPReport": "CP Report",
-    "CPPipeFusion": "CP PipeFusion",
     "CPVAEDecode": "CP VAE Decode",
-    "CPVAEEncode": "CP VAE Encode",
 }
-WIDTHS = {1280: 220, 1400: 245, 2560: 480}  # of the window, and at most of the content: the panel takes a fifth by default
+WIDTHS = {1280: 220, 2560: 480}  # of the window, and at most of the content: the panel takes a fifth by default
 OVERFLOWS = """content => {
     const right = content.getBoundingClientRect().right;
     const cut = part => part.scrollWidth > part.clientWidth && getComputedStyle(part).display !== "inline";

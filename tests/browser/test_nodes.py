@@ -47,32 +47,23 @@ def test_a_wrong_setting_is_named_where_a_person_looks(browser_server, page):
     page.get_by_test_id("error-overlay-dismiss").click()
 
 
-WORDS = (
-    "faster", "speed up", "two gpus", "2 gpu", "dual gpu", "second gpu", "multiple gpu", "nvlink", "distributed", "sequence",
-    "多显卡", "多卡", "双卡", "并行", "加速", "複数GPU", "並列", "高速化", "显存", "爆显存", "メモリ不足", "遅い", "速い",
-)  # fmt: skip
+WORDS = ("faster", "two gpus", "nvlink", "多卡", "显存", "並列", "遅い")
 """Enter takes what stands first, and CP Config alone does nothing."""
-TERMS = (
-    "multi gpu", "parallel", "faster vae",
-    "cp", "context parallel", "vram", "out of memory", "oom", "low vram", "large model", "bigger model",
-    "model too big", "cuda",
-)  # fmt: skip
+TERMS = ("multi gpu", "out of memory", "low vram")
 """Which other nodes have in their names, or nearly so."""
 FIRST = 3  # what the search shows without scrolling or reading on
-SLOW = 6
-"""The place of "slow": ComfyUI takes it for "show" as well, and sorts what it finds by such words by how often nodes are used."""
 
 
 def test_found_by_the_words_that_people_type(page):
     """In the search that a double click on the canvas opens."""
     page.evaluate("app.extensionManager.command.execute('Workspace.SearchBox.Toggle')")
     field, option, late = page.get_by_placeholder("Add a node..."), page.get_by_test_id("result-item"), {}
-    for word in (*WORDS, *TERMS, "slow"):
+    for word in (*WORDS, *TERMS):
         field.fill(word)
         page.wait_for_timeout(500)  # it waits for the next letter
         found = option.all_inner_texts()
         place = next((i for i, text in enumerate(found) if "Apply Context Parallel" in text), None)
-        if place is None or place >= (FIRST if word in TERMS else SLOW if word == "slow" else 1):
+        if place is None or place >= (FIRST if word in TERMS else 1):
             late[word] = place, [text.partition("\n")[0] for text in found[:FIRST]]
     page.keyboard.press("Escape")
     assert not late

@@ -5,7 +5,7 @@ import json
 import pytest
 from browser.canvas import add_node, box_of, load_workflow, point_in, show_node
 from browser.cards import SIDE, card
-from browser.conftest import MADE_UP_GPUS
+from browser.conftest import KEEP, MADE_UP_GPUS
 from browser.test_first_run import ALL_IN_VIEW
 from playwright.sync_api import expect
 from support.graphs import flux_prompt
@@ -13,7 +13,14 @@ from support.server import CHECKOUT
 
 CATEGORY = "Context Parallel"
 """The folder's name would be cut off there."""
+OPENED = ("Flux on all GPUs", "GGUF on all GPUs", "MiniMax-H3 image to video on all GPUs")
+"""One of ComfyUI's nodes, one with nodes of another pack, one with nodes that moved; the server's tests check all."""
 NAMES = sorted(path.stem for path in (CHECKOUT / "workflows").glob("*.json"))
+
+
+def for_pictures(test):
+    """Mark a test that takes a picture of documents, and shows what others show."""
+    return test if KEEP else pytest.mark.soak(test)
 
 
 def large_window(page):
@@ -46,7 +53,7 @@ def test_the_template_browser_has_them(page, picture):
     expect(dialog).to_have_count(0)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if KEEP or name in OPENED else pytest.mark.soak) for name in NAMES])
 def test_a_template_opens_without_a_warning(page, name, picture, tab):
     open_template(page, name)
     page.wait_for_timeout(1000)  # the browser looks for what is missing
@@ -75,6 +82,7 @@ def test_a_template_whose_node_pack_is_missing(page):
     kind.evaluate("kind => LiteGraph.registerNodeType('UnetLoaderGGUF', kind)")
 
 
+@for_pictures
 def test_the_picture_of_the_graph(page, picture):
     """The part of the Flux template that help pages and README show."""
     load_workflow(page, "Flux on all GPUs")
@@ -107,6 +115,7 @@ PICTURES = {
 """Of help pages: columns of nodes."""
 
 
+@for_pictures
 @pytest.mark.parametrize("name", PICTURES)
 def test_the_pictures_of_help_pages(name, page, picture):
     """Each shows its node, and what is connected to it."""

@@ -14,14 +14,10 @@ SAMPLERS = {"KSampler", "KSamplerAdvanced", "SamplerCustom", "BasicGuider", "CFG
 # Templates of ComfyUI -> samplers and guiders, and nodes that are put in: one per model that they are given.
 TEMPLATES = {
     "default": (1, 1),
-    "sdxl_simple_example": (2, 2),
-    "hidream_e1_full": (1, 1),
     "image_ideogram4_t2i": (1, 2),  # a guider with two models
     "video_wan2_2_14B_flf2v": (2, 2),  # two more are bypassed
     "03_video_wan2_2_14B_i2v_subgraphed": (2, 2),
     "basic_switch_node": (1, 1),  # the model comes from outside of the subgraph
-    "video_ltx2_i2v": (2, 2),
-    "video_wan_dancer": (2, 2),
     "templates-6-key-frames": (10, 10),
 }
 
