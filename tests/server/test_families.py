@@ -29,7 +29,16 @@ def test_names_are_unique():
     assert len(SERVED) == sum(len(families.load(name).SERVED) for name in families.NAMES)
 
 
-@pytest.mark.parametrize("served", SERVED, ids=[f"{module}-{name}" for name, (module, *_) in SERVED.items()])
+def entries():
+    """All of them; what differs from another one in the conditions alone, `make soak` runs."""
+    seen = set()
+    for name, (module, entry, _) in SERVED.items():
+        again = (module, entry.model) in seen
+        seen.add((module, entry.model))
+        yield pytest.param(name, marks=pytest.mark.soak if again else (), id=f"{module}-{name}")
+
+
+@pytest.mark.parametrize("served", entries())
 @pytest.mark.ranks(WORLD)
 def test_latent_equals_the_stock_graph(served, server, family_checkpoints):
     _, entry, model = SERVED[served]
