@@ -51,7 +51,7 @@ class ModelState(Protocol):
 class ModelCall:
     """One call of a method of a model: of a transformer's innermost forward, or of a VAE's decode or encode."""
 
-    method: str  # its name
+    method: str  # its name, one of `pool.messages.Method`
     arguments: dict[str, Any]  # by name; plain data and tensors
     leading: tuple[str, ...]  # names of the first arguments, the latent and the timestep, which change with every call
     device: torch.device  # where the result goes

@@ -7,13 +7,13 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from ..engine.measuring import device_driver
 from ..errors import RankOutOfMemory
 from ..pool.config import RuntimeConfig, WorkerSite
 from ..pool.forking import OtherMachines
-from ..pool.messages import Call, CallReport
+from ..pool.messages import Call, CallReport, Method
 from ..pool.settings import OFFLOADED, SHARDED, STAGED
 from ..pool.worker_pool import WorkerPool
 from ..timing.choice import Chooser
@@ -26,8 +26,6 @@ from .placement import Shortages
 from .run_stats import CallRecord, Node, RunStats
 
 log = logging.getLogger("context_parallel")
-
-UNLOAD_TIMEOUT = 15.0
 
 
 class Workers:
@@ -231,7 +229,7 @@ class Workers:
         value, drop, packer = self.models.encoder.encode(call.arguments, {*call.leading, *call.in_place})
         request = Call(
             key=key,
-            method=call.method,
+            method=cast(Method, call.method),
             sequence=config.sequence,
             ranks=ranks,
             batch_degree=1 if call.mixes_batch else config.batch_degree,

@@ -23,6 +23,15 @@ from .opaque_layers import make_opaque
 from .plan import ShardingPlan, find_modules, method_of
 from .weights.blocks import blocks_of
 
+# Inductor's options that only set how hard it tries. Others name compilers, files and functions.
+OPTIONS = (
+    "coordinate_descent_tuning",
+    "epilogue_fusion",
+    "max_autotune",
+    "max_autotune_gemm",
+    "max_autotune_pointwise",
+    "shape_padding",
+)
 VARIANTS = 64  # compiled versions per kind of block, for other dtypes, numbers of dimensions, masks
 Failed = Callable[[CompileError], None]
 AS_THEY_ARE: set[nn.Module] = set()
@@ -36,12 +45,20 @@ class CompileSettings:
     Args:
         backend, mode, options: as in `torch.compile`; options as pairs, so that settings can be compared.
         dynamic: whether sizes may change without compiling again; None = they may.
+
+    Raises:
+        ValueError: an option that is not one of OPTIONS, or no number. Another computer may have sent it.
     """
 
     backend: str = "inductor"
     mode: str | None = None
     options: tuple[tuple[str, Any], ...] = ()
     dynamic: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in self.options:
+            if name not in OPTIONS or not isinstance(value, (bool, int)):
+                raise ValueError(f"option {name}={value!r} of torch.compile")
 
     @property
     def arguments(self) -> dict[str, Any]:

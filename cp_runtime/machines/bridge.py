@@ -199,7 +199,7 @@ class Bridge:
                 with contextlib.suppress(Closed):
                     channel.send(pack(failure(error), frame.seq))
             return
-        self.tell(frame.data, patches, frame=len(frame.data), memory=True, files=files, relocate=self._machine.owner.relocate)
+        self.tell(frame.data, patches, frame=len(frame.data), files=files)
 
     def _close(self) -> None:
         with self._lock:

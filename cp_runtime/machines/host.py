@@ -127,16 +127,14 @@ class Machines:
     Args:
         facts: of this machine, see `facts.facts_of`.
         describe: says what file of a model another machine needs, from the recipe in a load.
-        relocate: module, under the package, that finds the file there; empty = recipes go as they are.
     """
 
     def __init__(
         self,
         facts: Callable[[], dict[str, Any]],
         describe: Callable[[dict[str, Any]], dict[str, Any]] = lambda recipe: {},
-        relocate: str = "",
     ) -> None:
-        self._facts, self.describe, self.relocate = facts, describe, relocate
+        self._facts, self.describe = facts, describe
         self.code: Code | None = None
         self._machines: dict[str, Machine] = {}
         self._refused: dict[str, list[str]] = {}  # by name: what has to be changed there

@@ -25,6 +25,7 @@ from .meeting import being_met
 from .relay import Place, Relay
 from .wire import Code, Refused, Wire
 
+_NO_MODELS = ("custom_nodes", "datasets", "configs")
 _MOST = 1 << 40  # bytes of a packet from ComfyUI, such as patches of weights
 
 
@@ -106,7 +107,7 @@ def _comfyui_folder(program: str) -> str:
 
 
 def _model_folders(comfyui: str, options: Sequence[str]) -> dict[str, list[str]]:
-    """Return ComfyUI's model folders by kind, as `main.py` with these options would have them."""
+    """Return ComfyUI's model folders by kind, as `main.py` with these options would have them. No model is read from the others."""
     sys.path.insert(0, comfyui)
     program, sys.argv = sys.argv, ["main.py", *options]
     try:
@@ -121,7 +122,8 @@ def _model_folders(comfyui: str, options: Sequence[str]) -> dict[str, list[str]]
         ]
         for file in filter(os.path.isfile, files):
             load(file)
-        return {kind: [os.path.abspath(f) for f in folders] for kind, (folders, _) in paths.folder_names_and_paths.items()}
+        known = {kind: folders for kind, (folders, _) in paths.folder_names_and_paths.items() if kind not in _NO_MODELS}
+        return {kind: [os.path.abspath(folder) for folder in folders] for kind, folders in known.items()}
     finally:
         sys.argv = program
         sys.path.remove(comfyui)

@@ -15,11 +15,11 @@ import threading
 import time
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from ..errors import ContextParallelError, PoolError
+from ..errors import ContextParallelError
 from ..pool.board import Inherited
 from ..pool.channel import Channel, Closed, SharedBlock, ready
 from ..pool.config import WorkerSite
@@ -35,6 +35,7 @@ from .wire import BEAT, Code, Wire, interfaces
 
 log = logging.getLogger("context_parallel")
 
+_RECIPES = f"{PACKAGE}.comfy.shared.recipe"  # finds the file of a load here, whatever ComfyUI's side sends
 _STACKS = 0.4  # seconds that a rank gets to write its stacks
 
 
@@ -98,10 +99,11 @@ class Relay:
             threading.Thread(target=self._meet, args=packet["meet"], daemon=True).start()
         elif packet.get("pool") != self._pool:
             return  # a sign of life; or for ranks that have ended
-        elif "memory" in packet:  # what takes a while must not keep a kill waiting
-            threading.Thread(target=self._load, args=(self._ranks, packet, data), daemon=True).start()
         elif "frame" in packet:
             frame, tensors = _unpack(packet, data)
+            if frame.kind == Load.__name__:  # what takes a while must not keep a kill waiting
+                threading.Thread(target=self._load, args=(self._ranks, frame, tensors, packet["files"]), daemon=True).start()
+                return
             if tensors:
                 self._ranks.inherited.request.view(len(tensors)).copy_(torch.frombuffer(tensors, dtype=torch.uint8))
             self._pass_on(frame)
@@ -148,11 +150,10 @@ class Relay:
             with contextlib.suppress(Closed):
                 channel.send(frame.data)
 
-    def _load(self, ranks: Ranks, packet: dict[str, Any], data: bytearray) -> None:
+    def _load(self, ranks: Ranks, frame: Frame, tensors: memoryview, file: dict[str, Any]) -> None:
         """Pass a load on, whose file is the one on this machine."""
-        frame, tensors = _unpack(packet, data)
         try:
-            frame = self._relocated(frame, tensors, packet)
+            frame = self._relocated(frame, tensors, file)
         except Exception as error:  # noqa: BLE001  (the prompt fails with it)
             report = pack(failure(error), frame.seq)
             with self._lock, contextlib.suppress(OSError):
@@ -163,19 +164,17 @@ class Relay:
             if self._ranks is ranks:
                 self._pass_on(frame)
 
-    def _relocated(self, frame: Frame, tensors: memoryview, packet: dict[str, Any]) -> Frame:
-        """Return a load whose file is the one on this machine, and whose patches lie in this process's memory."""
-        message = frame.message
-        if not isinstance(message, Load):
-            raise PoolError(f"a {frame.kind} with memory of its own")
-        module = import_by_name(f"{PACKAGE}.{packet['relocate']}") if packet["relocate"] else None
-        recipe = module.relocate(message.recipe, packet["files"], self._place.folders, self._place.name) if module else {}
+    def _relocated(self, frame: Frame, tensors: memoryview, file: dict[str, Any]) -> Frame:
+        """Return a load whose file is the one on this machine, and whose patches lie in this process's memory. `file`: as
+        `comfy.shared.recipe.describe` says what it is."""
+        message = cast(Load, frame.message)
+        recipe = import_by_name(_RECIPES).relocate(message.recipe, file, self._place.folders, self._place.name)
         self._kept = SharedBlock()  # until the next load: ranks map it while they load
         if tensors:
             self._kept.view(len(tensors)).copy_(torch.frombuffer(tensors, dtype=torch.uint8))
         else:
             self._kept.view(0)
-        moved = replace(message, recipe=recipe or message.recipe, memory=(os.getpid(), self._kept.fd))
+        moved = replace(message, recipe=recipe, memory=(os.getpid(), self._kept.fd))
         return unpack(pack(moved, frame.seq, frame.nbytes))
 
     def _watch(self) -> None:

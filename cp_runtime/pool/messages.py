@@ -17,7 +17,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from ..engine.compiled import CompileSettings
 from ..engine.cost import CallWork
@@ -25,6 +25,9 @@ from ..engine.measuring import Measured
 from ..engine.ranks.config import PipelineSettings, SequenceSettings
 from ..errors import ProtocolError
 from .protocol import LARGEST, Tree, decode, encode, is_number
+
+Method = Literal["forward", "_forward", "decode", "encode"]
+"""Of a transformer, or of a VAE."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,7 +266,7 @@ class Call(Packed[CallReport]):
 
     report: ClassVar[type[Any]] = CallReport
     key: str
-    method: str
+    method: Method
     sequence: SequenceSettings
     ranks: int  # that share the call: the first ones
     batch_degree: int

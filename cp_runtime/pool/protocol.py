@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass
 from functools import lru_cache, partial
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeGuard, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, TypeGuard, Union, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -177,10 +177,10 @@ def _decoder(kind: Any) -> Callable[[Any], Any]:
         (inner,) = (_decoder(part) for part in parts if part is not NoneType)
         return lambda value: None if value is None else inner(value)
     if origin is Literal:
-        return lambda value: value if value in parts else _checked(kind, value, ())
+        return lambda value: value if value in parts else _refuse(kind, value)
     if kind in (str, bool):
         return lambda value: _checked(kind, value, kind)
-    return lambda value: value if is_number(value) and (kind is float or isinstance(value, int)) else _checked(kind, value, ())
+    return lambda value: value if is_number(value) and (kind is float or isinstance(value, int)) else _refuse(kind, value)
 
 
 def _decode_fields(
@@ -188,7 +188,7 @@ def _decode_fields(
 ) -> Any:
     """Decode a dataclass. Most fields are numbers and text: they are checked right here."""
     if not isinstance(value, dict) or value.keys() != names:
-        _checked(kind, value, ())
+        _refuse(kind, value)
     given = dict(value)
     for name, plain, decoder in decoders:
         item = value[name]
@@ -210,6 +210,10 @@ def _plain(hint: Any) -> frozenset[type]:
 def _checked(kind: Any, value: Any, types: Any, length: int | None = None) -> Any:
     if isinstance(value, types) and length in (None, len(value)):
         return value
+    return _refuse(kind, value)
+
+
+def _refuse(kind: Any, value: Any) -> NoReturn:
     raise ValueError(f"no {getattr(kind, '__name__', kind)}: {value!r:.100}")
 
 

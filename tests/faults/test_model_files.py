@@ -1,6 +1,7 @@
 """Model files and loaders of node packs on ranks; nothing that is in a file is run."""
 
 import contextlib
+import json
 import os
 import shutil
 import time
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import preloaded
 from support.evil import Evil
 from support.graphs import flux_prompt
 from support.pools import small_pool
@@ -147,6 +149,27 @@ def test_ranks_drop_a_model_that_failed_to_load(model_ranks, shelf):
     assert model_ranks.pids == pids
     assert not any(maps(pid, path) for pid in pids)
     os.unlink(path)
+
+
+FOLDERS = """
+import json, os, sys
+from support.package import load_package
+load_package()
+from cp_runtime.machines.joining import _model_folders
+print(json.dumps(list(_model_folders(os.environ["COMFYUI_PATH"], ["--cpu"]))))
+"""
+
+
+def test_another_computer_reads_models_from_folders_of_weights(comfyui_path, tmp_path):
+    """Not from those of node packs and data sets, which ComfyUI keeps in the same table."""
+    program = tmp_path / "folders.py"
+    program.write_text(FOLDERS)
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "COMFYUI_PATH": str(comfyui_path)}
+    done = preloaded.run([str(program)], env=env)
+    assert done.returncode == 0, done.stderr
+    kinds = set(json.loads(done.stdout.splitlines()[-1]))
+    assert {"diffusion_models", "checkpoints", "vae"} <= kinds
+    assert not kinds & {"custom_nodes", "datasets", "configs"}
 
 
 PACK_FILE = """

@@ -24,9 +24,9 @@ from cp_runtime.machines.meeting import meet
 from cp_runtime.machines.relay import Place, Relay
 from cp_runtime.machines.wire import Code, Wire, interface_of
 from cp_runtime.pool.board import Board, Progress
-from cp_runtime.pool.channel import Channel, SharedBlock
+from cp_runtime.pool.channel import Channel, SharedBlock, ready
 from cp_runtime.pool.config import DeviceInventory, RuntimeConfig, WorkerSite
-from cp_runtime.pool.messages import Done, pack, unpack
+from cp_runtime.pool.messages import Done, Load, pack, unpack
 
 FACTS = {"pack": "1", "comfyui": "0.30", "torch": "2.11", "nccl": "2.28", "comfy-kitchen": "1", "kind": "cuda", "dtypes": "float32"}
 
@@ -344,6 +344,27 @@ def test_nothing_runs_or_listens_before_someone_asks_and_afterwards(tmp_path, mo
         machines.open("127.0.0.3", port)
         machines.close()
     wait_for(lambda: threading.active_count() <= before, 5)
+
+
+@pytest.mark.parametrize("changes", [{"loader": "factory"}, {"factory": {"file": "/usr/bin/x.py"}}, {}])
+def test_a_load_reaches_ranks_by_a_file_that_is_here_only(changes, folders):
+    """Whatever ComfyUI's side sends: ranks do not look at it again."""
+    here, there, recipe = folders
+    host, other = pair("token", "token")
+    relay = Relay(other, Place("pc2", "cpu", ["cpu"], there, WorkerSite()), "token")
+    ours, theirs = socket.socketpair()
+    relay._ranks.channels[0], rank = Channel(ours), Channel(theirs)
+    load = pack(Load(key="k", recipe={**recipe, **changes}, patches=[], patches_uuid="u"))
+    relay._take({"pool": "", "frame": len(load), "files": describe(recipe, here)}, bytearray(load))
+    if changes:
+        _, data = host.receive()
+        assert "by a node of another pack" in unpack(bytes(data)).message.message
+        assert not ready({0: rank}, 0.1)
+    else:
+        wait_for(lambda: ready({0: rank}, 0.1), 5)
+        assert rank.receive().message.recipe["path"] == f"{there['diffusion_models'][0]}/flux/dev.safetensors"
+    for end in (rank, ours, host, other):
+        end.close()
 
 
 def test_what_a_rank_noted_arrives_before_its_report():

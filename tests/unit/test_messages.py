@@ -1,5 +1,6 @@
 """Messages between the controller and the ranks: each arrives as it was sent, or is refused."""
 
+import json
 import re
 from dataclasses import replace
 
@@ -96,3 +97,20 @@ def test_what_is_too_long_or_no_number_is_not_sent():
 def test_commands_have_the_names_that_users_see():
     commands = messages.Available(), messages.MakeRoom(key=None, ranks=()), messages.Echo(value=1, drop=())
     assert [each.command for each in commands] == ["available", "make_room", "echo"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"method": "compile"},
+        {"compile": {"backend": "inductor", "mode": None, "options": [["cpp.cxx", "sh"]], "dynamic": None}},
+        {"compile": {"backend": "inductor", "mode": None, "options": [["max_autotune", "sh"]], "dynamic": None}},
+    ],
+)
+def test_a_call_names_no_other_method_and_no_program(changes):
+    """Another computer may have sent it."""
+    call = next(message for message in MESSAGES if isinstance(message, messages.Call))
+    header = json.loads(pack(call))
+    assert unpack(json.dumps(header).encode()).message == call
+    with pytest.raises(ProtocolError, match="a malformed Call"):
+        unpack(json.dumps({**header, "fields": {**header["fields"], **changes}}).encode()).message  # noqa: B018

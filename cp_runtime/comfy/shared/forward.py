@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, device, dtype
 
-from ...engine.compiled import CompileSettings
+from ...engine.compiled import OPTIONS, CompileSettings
 from ...errors import UnsupportedError
 
 # Entries that only the UI process reads: functions, and ids for its bookkeeping.
@@ -21,15 +21,6 @@ SENDABLE = (type(None), bool, int, float, str, Tensor, dtype, device, list, tupl
 
 BACKENDS = ("inductor", "aot_eager", "eager")
 MODES = (None, "default", "max-autotune-no-cudagraphs")
-# Inductor's options that only set how hard it tries. Others name compilers, files and functions.
-OPTIONS = (
-    "coordinate_descent_tuning",
-    "epilogue_fusion",
-    "max_autotune",
-    "max_autotune_gemm",
-    "max_autotune_pointwise",
-    "shape_padding",
-)
 RECORDING = (
     "records what a device does and repeats it; attention inside of a block exchanges tokens with the other ranks, which cannot be "
     "repeated like that"

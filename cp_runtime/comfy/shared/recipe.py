@@ -187,7 +187,7 @@ def relocate(recipe: Mapping[str, Any], file: Mapping[str, Any], folders: Folder
         ChangedFileError: it is written to now.
     """
     name, kind = str(file["name"]), str(file["kind"])
-    if recipe["loader"] == FACTORY:
+    if recipe["loader"] == FACTORY or recipe.get("factory") is not None:
         raise MirrorError(
             f"{machine}: {name} was loaded by a node of another pack, which so far works on one computer only. Use Load "
             "Diffusion Model or Load Checkpoint, or name this computer's devices alone in devices of CP Config."

@@ -75,11 +75,7 @@ class WorkerForward(Replacement):
     def __init__(self, owner: ContextParallelPatcher, model: nn.Module, method: str) -> None:
         super().__init__(owner, model, method)
         self.signature = inspect.signature(self.stock)
-        parameters = self.signature.parameters.values()
-        self.names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
-        self.required = {each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD and each.default is each.empty}
-        self.objects = {each.name: each.default for each in parameters if not isinstance(each.default, SENDABLE)}
-        self.leading = tuple(self.names[:2])  # the latent and the timestep
+        self.leading = tuple(self.signature.parameters)[:2]  # the latent and the timestep
         plan = PLANS.get(class_name(model))
         self.rebuilt = [path.split(".") for path in plan.rebuilt] if plan else []
 
@@ -116,12 +112,12 @@ class WorkerForward(Replacement):
 
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of a call by name, extra keywords included."""
-        bound = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        if len(bound) != len(args) + len(kwargs) or not self.required <= bound.keys():
-            self.signature.bind(*args, **kwargs)  # raises what the call would
-        for name, default in self.objects.items():
-            if bound.get(name) is default:
-                del bound[name]  # the workers have the same one
+        bound = dict(self.signature.bind(*args, **kwargs).arguments)
+        for name, parameter in self.signature.parameters.items():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                bound.update(bound.pop(name, {}))
+            elif bound.get(name) is parameter.default and not isinstance(parameter.default, SENDABLE):
+                del bound[name]  # an object; the workers have the same default
         for name, key in self.rebuilt:
             if isinstance(bound.get(name), dict):
                 bound[name] = {k: v for k, v in bound[name].items() if k != key}

@@ -175,7 +175,7 @@ def reloading_changed_files() -> Iterator[None]:
         raise
 
 
-OTHERS = Machines(_facts, _describe, "comfy.shared.recipe")
+OTHERS = Machines(_facts, _describe)
 CONTROLLER = Controller(worker_site, free_for_ranks, OTHERS)
 atexit.register(OTHERS.close)
 atexit.register(CONTROLLER.close)
