@@ -6,14 +6,13 @@ import inspect
 import json
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..compat import not_compiled
 from ..engine.ranks.collectives import RankGroup
-from ..engine.state import AttentionStreams
 from ..errors import PlanError
 from ..nested import map_tensors, tensors
 
@@ -90,31 +89,6 @@ def _sum_of(tensor: Tensor) -> int:
     return int((words * (places * 2654435761 % 4294967291)).sum())
 
 
-class Decision(NamedTuple):
-    """What one attention is over."""
-
-    streams: AttentionStreams | None  # those of queries and keys; None if only their numbers can tell
-    local: bool  # every rank has all of the keys
-
-
-def decide(told: Decision | PlanError, group: RankGroup, device: torch.device) -> Decision:
-    """Return the decision of all ranks, or raise the error of one of them on all. One collective of some bytes.
-
-    A rank whose share happens to be as long as something else may be unable to tell what the others can.
-    """
-    decisions = {
-        Decision(None if streams is None else (tuple(streams[0]), tuple(streams[1])), local)
-        for streams, local in agree(told, group, device)
-    }
-    certain = {decision for decision in decisions if decision.streams is not None} or decisions
-    if len(certain) == 1:
-        return certain.pop()
-    raise PlanError(
-        f"ranks do not agree on what an attention is over: {', '.join(map(str, sorted(certain, key=str)))}. Say it in the plan: "
-        "{path of the module: ModulePlan(attention=(streams in joint order))}."
-    )
-
-
 def agree(told: Any, group: RankGroup, device: torch.device) -> list[Any]:
     """Return what every rank was told, as JSON; raise it on all ranks if it is an error. One collective of 4 KB."""
     text = json.dumps({ERROR: str(told)[:MESSAGE]} if isinstance(told, PlanError) else told).encode()
@@ -145,12 +119,22 @@ def check_output(module: str, out: Any, expected: list[Tensor], group: RankGroup
     same = [tensor.shape for tensor in found] == [tensor.shape for tensor in expected]
     worst = max([_error(a, b) for a, b in zip(found, expected, strict=True)], default=0.0) if same else torch.inf
     worst = group.largest(torch.tensor([worst], dtype=torch.float32, device=device_of(found))).item()
+    if not same:
+        raise PlanError(
+            f"{module}: verify found an output of {_shapes(found)}, and in one process of {_shapes(expected)}: tokens were split "
+            "and not gathered. Add to the plan the last module that treats each token alone: {its path: "
+            "ContextParallelOutput(gather_dim=1)}."
+        )
     if worst > 1:
         raise PlanError(
             f"{module}: verify found the output off by {worst:.3g} times what rounding explains, against one process. "
             "Attention outside of scaled_dot_product_attention or over less than the sequence (windows, frames), and sums over "
             "tokens, need a plan of their own: ModulePlan, or split behind them."
         )
+
+
+def _shapes(values: list[Tensor]) -> str:
+    return " and ".join(str(tuple(tensor.shape)) for tensor in values)
 
 
 def _error(out: Tensor, expected: Tensor) -> float:

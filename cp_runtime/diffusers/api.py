@@ -23,7 +23,7 @@ from ..errors import ConfigError, PlanError, bad_value
 from .agreement import device_of
 from .calls import ShardedCalls
 from .pipefusion import StagedCalls, table_of
-from .table import own_table, plan_from_table
+from .table import is_proven, own_table, plan_from_table
 from .vae import SplitVAE, is_vae
 from .weights import ShardedModel
 
@@ -59,7 +59,7 @@ def apply_context_parallel(
     shard_weights: bool = False,
     device: torch.device | str | None = None,
     check_inputs: bool = False,
-    verify: Literal["first"] | None = None,
+    verify: Literal["first", "never"] | None = None,
 ) -> AppliedPlan:
     """Split the module's sequence over the ranks, from its next call on.
 
@@ -80,7 +80,8 @@ def apply_context_parallel(
         device: with `shard_weights`, where this rank computes: its shards, and everything outside of the blocks, go there. None =
             where the weights are.
         check_inputs: compare the arguments of all ranks in every call, not only in the first one.
-        verify: "first" = in the first call every rank also runs the module alone, and compares the outputs.
+        verify: "first" = in the first call every rank also runs the module alone, and compares the outputs; "never" = it does not;
+            None = "first" for a plan that is not diffusers' own for the class.
 
     Returns:
         The applied plan: its `mesh.stats` count what is sent, its `remove` undoes it. With degrees 1 x 1 nothing changes, neither
@@ -97,8 +98,8 @@ def apply_context_parallel(
         )
     module = uncompiled(module)
     config = ContextParallelConfig.of(parallel_config)
-    if verify not in (None, "first"):
-        raise bad_value("verify", verify, '"first" or None', "Leave it out, or compare the first call with one process.")
+    if verify not in (None, "first", "never"):
+        raise bad_value("verify", verify, '"first", "never" or None', "Leave it out, or compare the first call with one process.")
     if device is not None and not shard_weights:
         raise bad_value("device", device, "None without shard_weights", "Move the module there before: module.to(device).")
     _check_free(module)
@@ -109,6 +110,7 @@ def apply_context_parallel(
         raise bad_value("shard_weights", shard_weights, "False with pipefusion_degree", "Leave one of them out.")
     if not staged and config.of_all_ranks.mesh_shape == (1, 1):
         return AppliedPlan(None, SequenceMesh(None), None)
+    verifies = verify == "first" or (verify is None and not staged and not is_proven(module, plan))
     plan = _plan_of(module, plan, config)
     mesh, installed = _mesh(module, config), InstalledPlan(module, plan)
     weights: ShardedWeights | None = None
@@ -118,7 +120,7 @@ def apply_context_parallel(
             weights = shared.weights
             installed.on_remove(shared.give_back)
         kind = StagedCalls if staged else ShardedCalls
-        calls = kind(installed, config, mesh, weights, check_inputs=check_inputs, verify=verify is not None)
+        calls = kind(installed, config, mesh, weights, check_inputs=check_inputs, verify=verifies)
     except BaseException:
         installed.remove()
         raise
@@ -212,7 +214,7 @@ def _plan_of(module: nn.Module, plan: Mapping[str, Any] | ShardingPlan | None, c
     """Return the given plan, or the module's own."""
     if isinstance(plan, ShardingPlan):
         return plan
-    if config.pipefusion_degree > 1:  # what the table says holds, as tokens are not followed
+    if config.pipefusion_degree > 1:  # stages attend as the table says
         return replace(plan_from_table(module, table_of(module) if plan is None else plan), attention_rule=None)
     table = own_table(module) if plan is None else plan
     if table is None and config.mesh_shape != (1, 1):  # else only the batch is shared, so no sequence is split

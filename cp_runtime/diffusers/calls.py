@@ -1,4 +1,4 @@
-"""Run the calls of a context-parallel module, and remember what the first call of each form found out."""
+"""Run the calls of a context-parallel module."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..compat import attention_backend_of, not_compiled, not_compiled_itself
+from ..compat import attention_backend_of, not_compiled_itself
 from ..engine.hooks import InstalledPlan
 from ..engine.plan import ModulePlan, ShardingPlan, argument_names
 from ..engine.ranks.config import ContextParallelConfig
@@ -19,10 +19,10 @@ from ..engine.weights.sharded import ShardedWeights
 from ..errors import PlanError, bad_value
 from ..nested import form_of, rebuild, tensors
 from . import agreement
-from .torch_function import Record, SharedAttention
+from .torch_function import SharedAttention
 
 TRAINING = "For training take diffusers' own enable_parallelism, or torchtitan."
-FORMS = 64  # forms of calls that are remembered
+FORMS = 64  # forms of calls that are remembered: shapes and kinds of arguments
 CACHES_BY_CONTENT = {"FirstBlockCacheConfig"}
 """Caches of diffusers that would make ranks take different paths, and wait for each other forever."""
 REACHED_BACKENDS = {"native", "_native_cudnn", "_native_efficient", "_native_flash", "_native_math"}
@@ -55,7 +55,7 @@ class ShardedCalls:
         self._settings = (*config.compared, weights is not None, check_inputs, verify)
         self._processors = [inner for inner in module.modules() if hasattr(inner, "processor")]
         self._names, self._whole = argument_names(module), for_all_items(module, installed.plan.modules.get(""))
-        self._records: dict[object, Record] = {}
+        self._forms: set[object] = set()
         self._calls = 0
 
     @not_compiled_itself
@@ -70,48 +70,35 @@ class ShardedCalls:
             raise error
         backends = tuple(attention_backend_of(attention.processor) for attention in self._processors)
         form = (form_of(args), form_of(kwargs), backends, *(type(attention.processor) for attention in self._processors))
-        known = self._records.get(form)
-        if known is None:
+        first = form not in self._forms
+        if first:
             _check_backends(name, backends)
         expected = None
         if self._verify and not self._calls:
             with self._weights.call() if self._weights is not None else nullcontext():
                 expected = agreement.expected_output(self._stock, args, kwargs)
-        try:
-            out, record = (self._followed if known is None else self._sharded)(known, args, kwargs)
-        except PlanError:
-            self._records.pop(form, None)  # the next call finds out again
-            raise
+        out = self._sharded(first, args, kwargs)
         if expected is not None:
             agreement.check_output(name, out, expected, self._mesh.whole)
-        if known is None:
-            if len(self._records) == FORMS:
-                del self._records[next(iter(self._records))]
-            self._records[form] = record
+        if len(self._forms) == FORMS:
+            self._forms.clear()
+        self._forms.add(form)
         self._calls += 1
         return out
 
     @not_compiled_itself
-    def _sharded(self, known: Record | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Record]:
+    def _sharded(self, first: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run one call. `first`: of its form; ranks then compare what each attention is over."""
         config = self._config
         share = BatchSlice.of(config.batch, config.batch_degree, args, kwargs)
         sequence, degrees = (self._mesh, config.of_all_ranks) if share is None else (share.sequence, config)
         if share is not None:
             args, kwargs = share.take_call(args, kwargs, self._names, self._whole)
         installed = self._installed
-        with (
-            installed.call(sequence, lambda shape: degrees, weights=self._weights) as call,
-            SharedAttention(call, known) as attention,
-        ):
+        with installed.call(sequence, lambda shape: degrees, weights=self._weights) as call, SharedAttention(call):
+            call.compares = first
             out = installed.forward(self._stock, *args, **kwargs)
-            attention.check_output(out)
-        return out if share is None else share.gather(out), attention.record
-
-    @not_compiled
-    def _followed(self, known: Record | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Record]:
-        """Run the first call of a form eagerly: compiled code calls no functions of torch, through which tokens are followed."""
-        with torch.compiler.set_stance("force_eager"):
-            return self._sharded(known, args, kwargs)
+        return out if share is None else share.gather(out)
 
 
 def _check_backends(name: str, backends: tuple[str | None, ...]) -> None:

@@ -23,14 +23,13 @@ from ..errors import PlanError, bad_value
 from ..nested import form_of, map_tensors, tensors
 from .calls import ShardedCalls, map_outputs
 from .table import ENCODER, HIDDEN, own_table
-from .torch_function import Record, SharedAttention
+from .torch_function import SharedAttention
 
 TOKENS, GATHERED = ContextParallelInput(1, 3), {"proj_out": ContextParallelOutput(1, 3)}
 JOINT = ModulePlan(attention=(ENCODER, HIDDEN))
 CROSS = {"*": ModulePlan(attention=(HIDDEN,)), "*.attn2": ModulePlan(attention=())}
 ROPE = ContextParallelInput(0, 2, streams=(HIDDEN,), side=True)
 Table = dict[str, Any]
-# What attention is over, in joint order, which sharded calls find out by following tokens, and stages cannot.
 TABLES: dict[str, Table] = {
     "FluxTransformer2DModel": {"transformer_blocks.*": JOINT, "single_transformer_blocks.*": JOINT},
     "WanTransformer3DModel": {f"blocks.{path}": plan for path, plan in CROSS.items()},
@@ -90,7 +89,7 @@ class StagedCalls(ShardedCalls):
         self._timestep, self._run = float("inf"), 0
         self._texts: dict[int, Any] = {}  # of the run, by id: they must live as long as what is kept for them
 
-    def _sharded(self, known: Record | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Record]:
+    def _sharded(self, first: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         named = dict(zip(self._names, args, strict=False)) | dict(kwargs)
         self._note_run(named)
         text = named.get(ENCODER)
@@ -99,14 +98,12 @@ class StagedCalls(ShardedCalls):
         def run(mesh: SequenceMesh, kind: Callable[..., RunningCall]) -> Any:
             # Forwards may change what they are given.
             fresh_args, fresh_kwargs = map_tensors((args, dict(kwargs)), Tensor.clone)
-            with self._installed.call(mesh, lambda shape: self._config, kind=kind) as call, SharedAttention(call, {}):
+            with self._installed.call(mesh, lambda shape: self._config, kind=kind) as call, SharedAttention(call):
                 return self._installed.forward(self._stock, *fresh_args, **fresh_kwargs)
 
         part = Part(form_of((args, dict(kwargs))), id(text), run)
         (out,) = self._pipeline.call([part], self._alone, self._settings_of_stages)
-        return map_outputs(out, self._of_last_stage), {}
-
-    _followed = _sharded  # the plan says what attention is over
+        return map_outputs(out, self._of_last_stage)
 
     def _note_run(self, named: Mapping[str, Any]) -> None:
         """Begin a run where the timestep is later than before: nothing that is kept belongs to it."""

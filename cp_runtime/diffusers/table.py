@@ -1,8 +1,8 @@
 """Plans in diffusers' form: `{module path: {argument or output index: ContextParallelInput} | ContextParallelOutput}`.
 
-They name no streams. Here every split argument becomes a stream of its own, named after the argument. The first call shows what
-attention is over, by following tokens to it (`provenance`). Names alone only show what it may be over: the arguments of diffusers'
-attention modules tell whose keys they use. Where tokens cannot be followed, a `ModulePlan` in the table says it.
+They name no streams. Here every split argument becomes a stream of its own, named after the argument. A single stream attends to
+itself. Of several, the arguments of diffusers' attention modules tell whose keys they use, and `JOINED` the order in which a class
+joins them. For any other class with several streams, a `ModulePlan` in the table says it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from ..engine.plan import AttentionRule, ModulePlan, ShardingPlan, find_modules
+from ..engine.plan import AttentionRule, ModulePlan, ShardingPlan, argument_names, find_modules
 from ..engine.state import AttentionStreams
 from ..engine.transforms import ContextParallelInput, ContextParallelOutput
 from ..errors import PlanError
@@ -27,6 +27,39 @@ WHOLE = {
     "LTX2VideoTransformer3DModel": ("audio_hidden_states", ("transformer_blocks.*.audio_attn1", "transformer_blocks.*.audio_attn2"))
 }
 HIDDEN, ENCODER = "hidden_states", "encoder_hidden_states"  # diffusers' names: image or video tokens, text tokens
+_TEXT_FIRST, _IMAGE_FIRST, _APART = (ENCODER, HIDDEN), (HIDDEN, ENCODER), ()
+# The order in which classes of diffusers join their streams for attention; none: text is attended to apart, by cross-attention.
+JOINED: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        (
+            "FluxTransformer2DModel",
+            "Flux2Transformer2DModel",
+            "QwenImageTransformer2DModel",
+            "CogVideoXTransformer3DModel",
+        ),
+        _TEXT_FIRST,
+    ),
+    **dict.fromkeys(
+        (
+            "SD3Transformer2DModel",
+            "HunyuanVideoTransformer3DModel",
+            "HunyuanVideo15Transformer3DModel",
+            "HunyuanImageTransformer2DModel",
+        ),
+        _IMAGE_FIRST,
+    ),
+    **dict.fromkeys(
+        (
+            "WanTransformer3DModel",
+            "ChronoEditTransformer3DModel",
+            "HeliosTransformer3DModel",
+            "LTXVideoTransformer3DModel",
+            "LTX2VideoTransformer3DModel",
+            "MiniMaxH3Transformer3DModel",
+        ),
+        _APART,
+    ),
+}
 
 
 def own_table(module: nn.Module) -> Mapping[str, Any] | None:
@@ -36,6 +69,18 @@ def own_table(module: nn.Module) -> Mapping[str, Any] | None:
     if not table or argument in table.get("", {}):
         return table
     return {**dict.fromkeys(paths, ModulePlan(attention=())), **table}
+
+
+def is_proven(module: nn.Module, plan: object) -> bool:
+    """Return whether a plan, None for the module's own, is that of diffusers for a class in `JOINED`, which tests compare with one
+    process."""
+    return plan is None and _order(module) is not None and "_cp_plan" not in vars(module)
+
+
+def _order(module: nn.Module) -> tuple[str, ...] | None:
+    """Return the order in `JOINED` of a class, or of the class that it is made from with the same forward, as FSDP2 makes one."""
+    classes = (cls for cls in type(module).__mro__ if getattr(cls, "forward", None) is type(module).forward)
+    return next((JOINED[cls.__name__] for cls in classes if cls.__name__ in JOINED), None)
 
 
 def plan_from_table(module: nn.Module, table: Mapping[str, Any]) -> ShardingPlan:
@@ -58,11 +103,19 @@ def plan_from_table(module: nn.Module, table: Mapping[str, Any]) -> ShardingPlan
         modules = {path: _with_streams(path, plan) for path, plan in modules.items()}
         streams = _streams(_items_and_outputs(modules))
     named = {*streams, *(name for split in _arguments(modules) for name in split.streams or ())}
+    order = _order(module)
+    if order is None and len(streams) > 1 and not any(plan.attention is not None for plan in modules.values()):
+        raise PlanError(
+            f"the plan splits {' and '.join(streams)}, and does not say in which order {type(module).__name__} joins them for "
+            "attention. Say it for the modules that attend: {their path: ModulePlan(attention=("
+            + ", ".join(map(repr, streams))
+            + "))}, or in another order; attention=() where keys and values are whole on every rank."
+        )
     return ShardingPlan(
         modules=modules,
         outputs={path: _outputs(path, entry, streams, named) for path, entry in outputs.items()},
-        attention=_self_attention(streams),
-        attention_rule=lambda inner: _diffusers_rule(inner, streams),
+        attention=_self_attention(streams, order),
+        attention_rule=lambda inner: _diffusers_rule(inner, streams, order or ()),
     )
 
 
@@ -175,25 +228,30 @@ def _streams(splits: Sequence[ContextParallelInput]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _self_attention(streams: Sequence[str]) -> list[AttentionStreams]:
-    joint = tuple(streams)
-    alone = [((name,), (name,)) for name in streams]
-    return [(joint, joint), *(pair for pair in alone if pair != (joint, joint))] if joint else []
+def _self_attention(streams: Sequence[str], order: Sequence[str] | None) -> list[AttentionStreams]:
+    """Return what self-attention may be over: each stream alone, or all together. Nothing where the order is not known."""
+    if order is None and len(streams) > 1:
+        return []
+    together = tuple(name for name in order or () if name in streams)
+    return [(names, names) for names in dict.fromkeys([together, *((name,) for name in streams)]) if names]
 
 
-def _diffusers_rule(module: nn.Module, streams: Sequence[str]) -> AttentionRule | None:
+def _diffusers_rule(module: nn.Module, streams: Sequence[str], order: Sequence[str]) -> AttentionRule | None:
     """Return what a diffusers attention module attends to (joint, cross or self), given its arguments; None for other modules."""
-    if not hasattr(getattr(module, "processor", None), "_attention_backend"):
+    if HIDDEN not in streams or not hasattr(module, "processor") or ENCODER not in argument_names(module):
         return None
-    joint = tuple(name for name in (ENCODER, HIDDEN) if name in streams)
-    two_streams = getattr(module, "add_q_proj", None) is not None
+    joint = tuple(name for name in order if name in streams)
+    # Text alone would need its own rule: its number of tokens does not distinguish it from the image on every rank.
+    alone = [
+        pair for pair in _self_attention([name for name in (ENCODER, HIDDEN) if name in streams], order) if pair[0] != (ENCODER,)
+    ]
 
     def rule(arguments: Mapping[str, Any]) -> Sequence[AttentionStreams]:
-        if arguments.get(ENCODER) is None:
-            # Text alone would need its own rule: its number of tokens does not distinguish it from the image on every rank.
-            return [pair for pair in _self_attention(joint) if pair[0] != (ENCODER,)]
-        if ENCODER not in streams:
-            return ()  # the text is replicated
-        return [(joint, joint)] if two_streams else [((HIDDEN,), (ENCODER,))]
+        context = arguments.get(ENCODER)
+        if context is None or context is arguments.get(HIDDEN):
+            return alone
+        if order:  # queries of the image alone are for an image prompt, such as IP-Adapter's, which every rank has whole
+            return [(joint, joint), ((HIDDEN,), ())]
+        return [((HIDDEN,), (ENCODER,))] if ENCODER in streams else ()  # or every rank has the text
 
     return rule

@@ -11,11 +11,9 @@ from torch.overrides import TorchFunctionMode
 
 from ..compat import fused_attention_functions, not_compiled
 from ..engine.call import RunningCall
+from ..engine.state import AttentionStreams
 from ..errors import PlanError
-from ..nested import tensors
-from . import agreement
-from .agreement import Decision
-from .provenance import Mark, Provenance
+from .agreement import agree
 
 FUSED = fused_attention_functions()
 REMEDY = (
@@ -24,22 +22,12 @@ REMEDY = (
 )
 
 
-Record = dict[str, list[tuple[Decision, tuple[int, int]]]]
-"""Decisions of one call, in order, with this rank's numbers of queries and keys, by attending module. Calls of the same form reuse
-them."""
-
-
 class SharedAttention(TorchFunctionMode):
-    """While active, shares attention over all ranks where the call needs it. `known`: what a call of the same form has found out;
-    None = this one finds out, for `record`."""
+    """While active, shares attention over all ranks where the call needs it."""
 
-    def __init__(self, call: RunningCall, known: Record | None) -> None:
+    def __init__(self, call: RunningCall) -> None:
         super().__init__()
-        self._call, self._known = call, known
-        self.record: Record = {}
-        self._provenance: Provenance | None = None
-        if known is None:
-            self._provenance = call.followed = Provenance()
+        self._call = call
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -52,32 +40,7 @@ class SharedAttention(TorchFunctionMode):
                 f"{func.__name__} (nn.MultiheadAttention, nn.TransformerEncoderLayer) attends out of reach. Use a module that "
                 "calls scaled_dot_product_attention, or say that keys and values are replicated: ModulePlan(attention=())."
             )
-        out = func(*args, **kwargs)
-        if self._provenance is not None:
-            self._provenance.follow(func, args, kwargs, out)
-        return out
-
-    @not_compiled
-    def check_output(self, out: Any) -> None:
-        """Raise PlanError, on all ranks alike, if tokens were combined out of reach, or the output holds only a part of them.
-
-        Only the first call of a form finds that out.
-        """
-        if self._provenance is not None:
-            error = self._provenance.refused or self._not_gathered(self._provenance, out)
-            agreement.agree(error, self._call.mesh.whole, agreement.device_of(out))
-
-    @staticmethod
-    def _not_gathered(provenance: Provenance, out: Any) -> PlanError | None:
-        marks = [mark for tensor in tensors(out) if (mark := provenance.of(tensor)) is not None]
-        if not marks:
-            return None
-        names = [name for mark in marks for name, _ in mark if name is not None]
-        what = f"this rank's tokens of {' and '.join(dict.fromkeys(names))}" if names else "a part of the tokens"
-        return PlanError(
-            f"the output holds {what} only: they were split and not gathered. Add to the plan the last module that treats each "
-            "token alone: {its path: ContextParallelOutput(gather_dim=1)}."
-        )
+        return func(*args, **kwargs)
 
     @not_compiled
     def _attention(
@@ -92,102 +55,54 @@ class SharedAttention(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        streams, local = self._decision(query, key)
-        if local:
-            out = F.scaled_dot_product_attention(
+        streams = self._streams(query, key)
+        if not streams[1]:
+            return F.scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
-        elif query.ndim != 4 or dropout_p or (attn_mask is not None and is_causal):
+        if query.ndim != 4 or dropout_p or (attn_mask is not None and is_causal):
             raise PlanError(
                 f"scaled_dot_product_attention with a query of {tuple(query.shape)}, dropout_p={dropout_p}, is_causal={is_causal}: "
                 "shared attention takes [batch, heads, tokens, channels], no dropout, and a mask or is_causal. Put the model in "
                 "eval mode."
             )
-        else:
-            q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
-            out = self._call.attend(q, k, v, mask=attn_mask, scale=scale, causal=is_causal, streams=streams, own_masks=True)
-            out = out.transpose(1, 2)
-        if self._provenance is not None:
-            self._provenance.mark(out, self._provenance.of(query))
-        return out
+        q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        out = self._call.attend(q, k, v, mask=attn_mask, scale=scale, causal=is_causal, streams=streams, own_masks=True)
+        return out.transpose(1, 2)
 
-    def _decision(self, query: Tensor, key: Tensor) -> Decision:
-        scope = self._call.scope
-        if not scope.derived or not self._call.state.lengths:  # the plan says it, or nothing is split
-            local = self._call.attention_is_local
-            if local and self._provenance is not None:
-                self._provenance.refused = self._provenance.refused or self._not_said(self._provenance, key)
-            return Decision(None, local)
-        made, numbers = self.record.setdefault(scope.name, []), (query.shape[-2], key.shape[-2])
-        if self._provenance is not None:
-            try:
-                told: Decision | PlanError = self._provenance.refused or self._told(
-                    self._provenance.of(query), self._provenance.of(key), query, key
-                )
-            except PlanError as error:
-                told = error
-            decision = agreement.decide(told, self._call.mesh.whole, query.device)
-        else:
-            before = (self._known or {}).get(scope.name, [])
-            decision, expected = before[len(made)] if len(made) < len(before) else (self._by_numbers(query, key), numbers)
-            if numbers != expected:
+    def _streams(self, query: Tensor, key: Tensor) -> AttentionStreams:
+        """Return the streams of queries and keys; none of keys where every rank has all of them.
+
+        Raises:
+            PlanError: the plan does not say what the attention is over, or says something else. In the first call of a form on all
+                ranks alike: a rank's number of tokens may happen to fit where those of others do not.
+        """
+        call, scope, state = self._call, self._call.scope, self._call.state
+        name, numbers = scope.name or "the model", (query.shape[-2], key.shape[-2])
+        if call.attention_is_local:
+            if state.lengths and state.world_size > 1 and (scope.streams or not scope.said):
+                unknown = dict.fromkeys(sum((q + k for q, k in scope.streams), ())).keys() - state.lengths.keys()
+                what = f"names {' and '.join(unknown)}, of which nothing was split" if unknown else "does not say what it is over"
                 raise PlanError(
-                    f"{scope.name or 'the model'}: attention of {numbers[0]} queries over {numbers[1]} keys, where the first call "
-                    f"of this form had {expected[0]} and {expected[1]}: the model has changed, or a number that it was given made "
-                    "it take another way. Call it again: that way is then found out. What decides between ways every time is best "
-                    "passed as a bool, an int or a str."
+                    f"{name}: attention over {numbers[1]} keys beside split tokens, and the plan {what}. Streams of this call: "
+                    f"{', '.join(state.lengths)}. {REMEDY}"
                 )
-        made.append((decision, numbers))
-        return decision
+            return (), ()
 
-    def _not_said(self, provenance: Provenance, key: Tensor) -> PlanError | None:
-        """Return what is wrong if each rank would attend to its own keys alone without the plan saying so."""
-        scope, lengths = self._call.scope, self._call.state.lengths
-        if (scope.said and not scope.streams) or not lengths or provenance.of(key) is None:
-            return None
-        streams = dict.fromkeys(name for pair in scope.streams for names in pair for name in names if name not in lengths)
-        what = f"names {' and '.join(streams)}, of which nothing was split" if streams else "does not say what it is over"
-        return PlanError(
-            f"{scope.name or 'the model'}: attention over {key.shape[-2]} keys of split tokens, and the plan {what}. Streams of "
-            f"this call: {', '.join(lengths)}. {REMEDY}"
-        )
+        def held(streams: tuple[str, ...]) -> int:
+            return state.layout(streams).local_lengths[state.rank]
 
-    def _told(self, q: Mark | None, k: Mark | None, query: Tensor, key: Tensor) -> Decision:
-        """Decide what an attention is over by the marks of its queries and keys."""
-        queries, keys = _names(q, query), _names(k, key)
-        if queries and keys:
-            return Decision((queries, keys), local=False)
-        if k is not None and any(name is None for name, _ in k):
-            what = " and ".join(f"{tokens} {'that every rank has whole' if name is None else f'of {name}'}" for name, tokens in k)
-            raise PlanError(
-                f"attention over keys of two kinds, {what}: the whole ones would count once for every rank. Split them too, or "
-                "make them a stream that is kept whole: "
-                'ContextParallelInput(1, 3, streams=("encoder_hidden_states",), replicated=True).'
+        known = [pair for pair in scope.streams if call.knows(pair)]
+        fitting = [(q, k) for q, k in known if held(q) == numbers[0] and (not k or held(k) == numbers[1])]
+        error = None
+        if not fitting:
+            own = ", ".join(f"{stream} {held((stream,))}" for stream in state.lengths)
+            error = PlanError(
+                f"{name}: attention of {numbers[0]} queries over {numbers[1]} keys does not fit the tokens of rank {state.rank} "
+                f"({own}). {REMEDY}"
             )
-        if queries and k is None and not (self._provenance and self._provenance.left_torch):  # such as an image prompt's
-            return Decision(None, local=True)
-        if k is not None and not self._call.scope.streams:
-            raise PlanError(
-                f"attention over {key.shape[-2]} keys: they come from tokens that are split over the ranks, and from which cannot "
-                f"be told. {REMEDY}"
-            )
-        return self._by_numbers(query, key)
-
-    def _by_numbers(self, query: Tensor, key: Tensor) -> Decision:
-        """Decide by numbers of tokens where they were not followed; that works for a single stream."""
-        local = self._call.attention_is_local
-        if not local and any(len(streams) > 1 for streams, _ in self._call.scope.streams):
-            raise PlanError(
-                f"attention of {query.shape[-2]} queries over {key.shape[-2]} keys: its tokens could not be followed, or it did "
-                "not take place in the first call of this form, so that which streams they are, and in which order, is not known. "
-                f"{REMEDY}"
-            )
-        return Decision(None, local)
-
-
-def _names(mark: Mark | None, tensor: Tensor) -> tuple[str, ...]:
-    """Return the streams in `[batch, heads, tokens, channels]`; none if they are unknown."""
-    if not mark or sum(tokens for _, tokens in mark) != tensor.shape[-2]:
-        return ()
-    names = tuple(name for name, _ in mark if name is not None)
-    return names if len(names) == len(mark) else ()
+        if call.compares:
+            agree(error, call.mesh.whole, query.device)
+        if error is not None:
+            raise error
+        return fitting[0]

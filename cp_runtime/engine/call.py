@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from .ranks.mesh import SequenceMesh
 from .ranks.profiling import trace_range
 from .ranks.sharding import JointLayout
 from .state import AttentionStreams, CallState
-from .transforms import ContextParallelInput, ContextParallelOutput, Transform
+from .transforms import ContextParallelOutput, Transform
 
 Planner = Callable[[AttentionShape], ContextParallelConfig]
 """Degrees and method of an attention. Every rank must get the same answer."""
@@ -30,7 +30,7 @@ class Scope(NamedTuple):
 
     Args:
         streams: possible combinations; none = it needs no communication.
-        derived: the streams were derived from names of arguments; nobody said what attention is over.
+        derived: from the names of arguments, not said by the plan.
         name: name of the module.
         said: the plan says what attention is over, even if that is nothing.
         shared_before: number of attentions that had been shared when the scope began.
@@ -45,16 +45,6 @@ class Scope(NamedTuple):
     range: AbstractContextManager[Any] = nullcontext()
 
 
-class Followed(Protocol):
-    """Knows which tensors of a call hold split tokens."""
-
-    left_torch: bool
-
-    def of(self, value: object) -> object | None: ...
-
-    def mark(self, value: Any, mark: tuple[tuple[str | None, int], ...] | None) -> None: ...
-
-
 class RunningCall:
     """A call from beginning to end. Nothing outlives it except what a transform puts into `kept`.
 
@@ -66,7 +56,7 @@ class RunningCall:
 
     Attributes:
         state: streams, lengths and layouts.
-        followed: told what is split and gathered, if set.
+        compares: ranks compare what each attention is over, for which they wait for each other and for the device.
     """
 
     def __init__(
@@ -85,12 +75,12 @@ class RunningCall:
         self._after_attention = after_attention
         self._shared = 0
         self._scopes = [Scope(plan.attention, plan.attention_rule is not None, said=bool(plan.attention))]
-        self.followed: Followed | None = None
+        self.compares = False
 
     @property
     def attention_is_local(self) -> bool:
         """Whether attention at this point of the forward needs no communication."""
-        return self.mesh.size == 1 or not any(map(self._known, self.scope.streams))
+        return self.mesh.size == 1 or not any(map(self.knows, self.scope.streams))
 
     def enter_module(self, name: str, plan: ModulePlan) -> None:
         if self._on_module is not None:
@@ -108,9 +98,9 @@ class RunningCall:
         if plan.separate:
             self.state.end()
 
-    def enter_scope(self, streams: Sequence[AttentionStreams], derived: bool = False, name: str = "") -> None:
+    def enter_scope(self, streams: Sequence[AttentionStreams], derived: bool = False, name: str = "", said: bool = True) -> None:
         """Set what attention may be over from here on; no streams = it needs no communication. See `Scope`."""
-        self._scopes.append(Scope(streams, derived, name, shared_before=self._shared))
+        self._scopes.append(Scope(streams, derived, name, said, self._shared))
 
     def leave_scope(self) -> None:
         """Return to the scope around the current one."""
@@ -121,6 +111,10 @@ class RunningCall:
         """What attention at this point of the forward may be over."""
         return self._scopes[-1]
 
+    def knows(self, streams: AttentionStreams) -> bool:
+        """Whether the lengths of all these streams are known."""
+        return self.state.knows(streams[0]) and self.state.knows(streams[1])
+
     @property
     def has_missed_attention(self) -> bool:
         """Whether attention in this scope had to be shared, but none reached `attend`."""
@@ -129,16 +123,11 @@ class RunningCall:
     def local(self, transform: Transform, value: Any, where: str) -> Any:
         """Return this rank's part of a value; the whole one before anything is split, as when a patch skips the first blocks."""
         try:
-            local = transform(self.state, value, where)
+            return transform(self.state, value, where)
         except UnknownStreamError:
             if self.state.lengths:
                 raise
             return value
-        if self.followed is not None and self.mesh.size > 1:
-            if local is value:
-                self._check_split(self.followed, transform, value, where)
-            self.followed.mark(local, self._tokens(transform))
-        return local
 
     def attend(
         self,
@@ -215,8 +204,6 @@ class RunningCall:
             parts = list(value.split([state.layout((s,)).local_lengths[state.rank] for s in output.within], dim))
             place = output.within.index(str(output.stream))
         parts[place] = self._all_tokens(name, streams, dim, parts[place])
-        if self.followed is not None:
-            self.followed.mark(parts[place], None)
         return torch.cat(parts, dim) if output.within else parts[place]
 
     def check_attention(self) -> None:
@@ -248,7 +235,7 @@ class RunningCall:
         own = tuple(layout.local_lengths[self.mesh.rank] for layout in (q_layout, k_layout))
         is_own = tuple(mask.shape[-2:]) == own and own[0] not in (1, q_layout.total)
         keys, queries = (mask.any(-2, keepdim=True), mask.any(-1, keepdim=True)) if is_own else (mask, None)
-        if self.followed is not None:  # only in the first call of a form, as asking waits for the device
+        if self.compares:
             one_by_one = queries is not None and bool((mask != (keys & queries)).any())
             asked = torch.tensor([float(is_own), float(not is_own), float(one_by_one)], device=mask.device)
             of_own, of_all, differs = self.mesh.whole.largest(asked).tolist()
@@ -260,37 +247,12 @@ class RunningCall:
                 )
         return keys, None if queries is None else queries[(None,) * (4 - queries.ndim)].transpose(1, 2)
 
-    def _check_split(self, followed: Followed, transform: Transform, value: Any, where: str) -> None:
-        """Raise PlanError if a value was taken for split tokens merely because of its length."""
-        if not isinstance(transform, ContextParallelInput) or not transform.streams or transform.side:
-            return
-        if not isinstance(value, Tensor) or value.ndim <= transform.split_dim or followed.left_torch:
-            return
-        layout, length = self.state.layout(transform.streams), value.shape[transform.split_dim]
-        if length == layout.local_lengths[self.state.rank] != layout.total and length > 1 and followed.of(value) is None:
-            raise PlanError(
-                f"{where}: {tuple(value.shape)} is as long as this rank's part of {' and '.join(transform.streams)}, and holds "
-                "none of their tokens. Other tokens under the same name need a stream of their own: "
-                'ContextParallelInput(..., streams=("another name",)).'
-            )
-
-    def _tokens(self, transform: Transform) -> tuple[tuple[str | None, int], ...]:
-        """Return the streams and numbers of tokens in a value that was just split; nothing if its streams do not attend."""
-        streams = getattr(transform, "streams", None) or ()
-        attending = {name for pair in self._scopes[0].streams for name in pair[0]}
-        if not streams or getattr(transform, "side", False) or not attending.issuperset(streams):
-            return ()
-        return tuple((name, self.state.layout((name,)).local_lengths[self.state.rank]) for name in streams)
-
-    def _known(self, streams: AttentionStreams) -> bool:
-        return self.state.knows(streams[0]) and self.state.knows(streams[1])
-
     def _streams(self, queries: int, keys: int, mask: Tensor | None) -> AttentionStreams:
         """Find the streams of queries and keys by how many of each this rank has."""
         state = self.state
         if id(mask) in state.masked:
             return state.masked[id(mask)][1]
-        candidates = list(filter(self._known, self.scope.streams))
+        candidates = list(filter(self.knows, self.scope.streams))
         if len(candidates) == 1:
             return candidates[0]
         held = (queries, keys)

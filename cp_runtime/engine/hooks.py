@@ -199,11 +199,12 @@ def _leave_module(name: str, plan: ModulePlan, call: RunningCall, _: nn.Module, 
 def _enter_attention(
     name: str, rule: AttentionRule, call: RunningCall, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    if call.scope.streams:
+    scope = call.scope
+    if scope.derived:
         arguments = {**dict(zip(argument_names(module), args, strict=False)), **kwargs}
         call.enter_scope(rule(arguments), derived=True, name=name)
     else:
-        call.enter_scope(())
+        call.enter_scope(scope.streams, name=name, said=scope.said)
 
 
 def _leave_attention(name: str, call: RunningCall, module: nn.Module, *_: Any) -> None:

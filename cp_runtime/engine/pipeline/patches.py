@@ -73,7 +73,7 @@ class PatchCall(StagedCall):
 
     @property
     def attention_is_local(self) -> bool:
-        return not any(map(self._known, self.scope.streams))
+        return not any(map(self.knows, self.scope.streams))
 
     def _over_all(self, q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, **settings: Any) -> Tensor:
         """Attend from this patch's tokens to all that are kept."""

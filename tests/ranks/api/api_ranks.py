@@ -25,6 +25,7 @@ from cp_runtime import (
     ContextParallelConfig,
     ContextParallelInput,
     ContextParallelOutput,
+    ModulePlan,
     ParallelConfig,
     apply_context_parallel,
     remove_context_parallel,
@@ -259,16 +260,11 @@ with torch.no_grad():
         turned = DeviceMesh("cpu", torch.arange(4).reshape(2, 2).T, mesh_dim_names=("ring", "ulysses"))
         config = ContextParallelConfig(ring_degree=2, ulysses_degree=2, mesh=turned)
         check("mesh turned around", refused(lambda: apply_context_parallel(new(), config, PLAN), ConfigError, "ascending"))
-    # What one rank cannot tell the others do, and what one refuses all refuse.
+    # What one refuses all refuse.
     group = ContextParallelConfig(ulysses_degree=world)
     group.setup(rank, world, "cpu")
-    decide = partial(agreement.decide, group=group.sequence.whole, device=x.device)
-    joint = agreement.Decision((("a", "b"), ("a", "b")), local=False)
-    unknown = agreement.Decision(None, local=True)
-    check("one knows", decide(joint if rank == 1 else unknown._replace(local=False)) == joint)
-    check("one refuses", refused(lambda: decide(PlanError("é" * 600) if rank == 1 else joint), PlanError, "é" * 512))
-    other = agreement.Decision((("b", "a"), ("b", "a")), local=False)
-    check("two know otherwise", refused(lambda: decide(other if rank == 1 else joint), PlanError, "do not agree", "ModulePlan"))
+    agree = partial(agreement.agree, group=group.sequence.whole, device=x.device)
+    check("one refuses", refused(lambda: agree(PlanError("é" * 600) if rank == 1 else None), PlanError, "é" * 512))
 
     # Forms that diffusers' users write.
     for name, model, argument, plan in [
@@ -283,12 +279,13 @@ with torch.no_grad():
     model, text = Joint().eval(), torch.randn(2, 6, 16)
     expected = model(x, text)
     out = ContextParallelOutput(1, 3, stream="x", within=("text", "x"))
+    order = {"attention": ModulePlan(attention=("text", "x"))}
     for name, tokens in [
         ("one stream is gathered within two", {}),
         ("tokens are split inside of frames", dict(frames=lambda state: 2)),
         ("a stream is whole on every rank", dict(replicated=True)),
     ]:
-        plan = {"": {"x": ContextParallelInput(1, 3), "text": ContextParallelInput(1, 3, **tokens)}, "out": out}
+        plan = {"": {"x": ContextParallelInput(1, 3), "text": ContextParallelInput(1, 3, **tokens)}, "out": out, **order}
         applied = apply_context_parallel(model, RING, plan)
         check(name, (model(x, text) - expected).abs().max() < 1e-5)
         applied.remove()

@@ -316,13 +316,13 @@ def degrees(mode: str, world: int) -> dict[str, Any]:
 # Functions of diffusers_applying.py, diffusers_tokens.py and diffusers_checks.py.
 CHECKS = (
     "applied_removed_applied", "configs", "meshes", "anything_off", "own_model", "own_model_marked_at_the_block", "out_of_reach",
-    "text_left_out", "what_is_wrong_is_seen", "what_becomes_of_tokens", "other_ways", "one_rank_alone", "other_inputs",
+    "text_left_out", "what_is_wrong_is_seen", "other_ways", "one_rank_alone", "other_inputs",
     "batch_axis", "batch_axis_alone", "pipeline", "pipeline_itself", "fsdp",
 )  # fmt: skip
 # What is refused, and with which words, is the same on any number of ranks.
 ON_TWO_RANKS = (
     "applied_twice", "degrees_that_do_not_fit", "wrong_plans", "gradients", "unknown_tokens", "not_gathered", "backends",
-    "plans_that_say_too_little",
+    "plans_that_say_too_little", "streams_in_no_order",
 )  # fmt: skip
 ON_TWO_AXES = ("configs", "meshes", "other_ways", "batch_axis", "batch_axis_alone", "fsdp")
 

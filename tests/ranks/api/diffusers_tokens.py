@@ -9,19 +9,16 @@ import torch.nn.functional as F
 from diffusers_cases import MODES, degrees, flux, hunyuan, ltx_2, normal
 from diffusers_models import ANYTHING, TOKENS, build, close, fill, fingerprint, forward, plan_of, refused, relative, sharded
 from own_modules import (
-    Both,
     Computed,
     OwnAttention,
     OwnMask,
-    Prepared,
-    Reshaped,
     TorchAttention,
     TorchFunction,
     Transformer,
     TwoWays,
     Windows,
 )
-from torch import Tensor, nn
+from torch import nn
 
 from cp_runtime import (
     ContextParallelConfig,
@@ -119,8 +116,7 @@ def text_left_out(rank: int, world: int) -> None:
     model, inputs = build("hunyuan video"), hunyuan(2, valid=(7, 2))
     rope, proj_out = plan_of(model)["rope"], ContextParallelOutput(1, 3)
     one = {"rope": rope, "transformer_blocks.0": {"hidden_states": TOKENS}, "proj_out": proj_out}
-    words = ("hidden_states and 7 that every rank has whole", "replicated=True")
-    refused(lambda: sharded(model, world, one, inputs), *words)
+    refused(lambda: sharded(model, world, one, inputs, verify="never"), "keys does not fit the tokens of rank", "attention=()")
     text = ContextParallelInput(1, 3, streams=("encoder_hidden_states",), replicated=True)
     both = {**one, "transformer_blocks.0": {"hidden_states": TOKENS, "encoder_hidden_states": text}}
     expected = forward(model, inputs)
@@ -131,27 +127,25 @@ def text_left_out(rank: int, world: int) -> None:
 def not_gathered(rank: int, world: int) -> None:
     model = build("flux")
     plan = {path: entry for path, entry in model._cp_plan.items() if path != "proj_out"}
-    words = ("tokens of hidden_states only", "ContextParallelOutput(gather_dim=1)")
+    words = ("tokens were split and not gathered", "ContextParallelOutput(gather_dim=1)")
     refused(lambda: sharded(model, world, plan, flux()), *words)
 
 
 def plans_that_say_too_little(rank: int, world: int) -> None:
-    """A whole plan that leaves an attention out, or misspells its stream, and one name for tokens of two kinds."""
+    """A whole plan that leaves an attention out, or misspells its stream."""
     model = fill(TwoWays())
     inputs = dict(hidden_states=normal(2, 6 * world, 8), context=normal(2, 6, 32), crosses=1)
     modules = {"inp": ModulePlan(inputs={"input": ContextParallelInput(1, 3, streams=("image",))})}
     right = {**modules, "attention": ModulePlan(attention=()), "last": ModulePlan(attention=("image",))}
-    one_name = ModulePlan(inputs={"context": ContextParallelInput(1, 3, streams=("image",))})
     cases = [
         ("", right),
-        ("last: attention over 6 keys of split tokens, and the plan does not say what it is over", {**right, "last": ModulePlan()}),
+        (
+            "last: attention over 6 keys beside split tokens, and the plan does not say what it is over",
+            {**right, "last": ModulePlan()},
+        ),
         (
             "the plan names img, of which nothing was split. Streams of this call: image",
             {**right, "last": ModulePlan(attention=("img",))},
-        ),
-        (
-            "holds none of their tokens. Other tokens under the same name need a stream of their own",
-            {**right, "attention": one_name},
         ),
     ]
     for words, plans in cases:
@@ -172,92 +166,46 @@ def _right_or(words: str, model: nn.Module, world: int, plan: Any, inputs: dict[
 
 BESIDE = {"0": {"input": TOKENS}, "2": ContextParallelOutput(gather_dim=1, expected_dims=3)}
 """Of a module between two layers."""
-PRODUCTS = "a matrix product brings tokens together"
+OFF = "verify found the output off"
 
 
 def what_is_wrong_is_seen(rank: int, world: int) -> None:
-    """In the first call: matrix products by following tokens, windows by comparison with one process."""
-    for words, module, tokens, more in [
-        (PRODUCTS, Both(), 6 * world, {}),
-        (PRODUCTS, Reshaped(), 3 * world - 1, {}),  # that one rank sees
-        ("or a rank has a single query", OwnMask(), world + 1, {}),  # a mask where a rank has one token
-        ("verify found the output off", Windows(6), 6 * world, dict(verify="first")),
-        ("", TorchFunction(), 6 * world, dict(verify="first")),
+    """In the first call, by comparison with one process."""
+    for words, module, tokens in [
+        (OFF, OwnAttention(32), 3 * world - 1),
+        ("or a rank has a single query", OwnMask(), world + 1),  # a mask where a rank has one token
+        (OFF, Windows(6), 6 * world),
+        ("", TorchFunction(), 6 * world),
+        (OFF, Computed(lambda x: x - x.mean(1, keepdim=True)), 6 * world),
+        (OFF, Computed(lambda x: F.conv1d(x.mT, torch.ones(32, 32, 3), padding=1).mT), 6 * world - 1),
+        (OFF, Computed(lambda x: x.flip(1)), 6 * world - 1),
     ]:
-        model = fill(nn.Sequential(nn.Linear(8, 32), module, nn.Linear(32, 8)))
-        _right_or(words, model, world, BESIDE, dict(input=normal(2, tokens, 8)), **more)
-
-
-def filled_through(view: Any) -> Any:
-    """Keys that are written into a buffer through a view of it."""
-
-    def prepare(keys: Tensor) -> Tensor:
-        buffer = torch.zeros(keys.shape)
-        view(buffer).copy_(view(keys))
-        return buffer
-
-    return prepare
-
-
-def set_by_channels(keys: Tensor) -> Tensor:
-    buffer = torch.zeros(keys.shape)
-    for channels in (slice(16), slice(16, 32)):
-        buffer[..., channels] = keys[..., channels]
-    return buffer
-
-
-def whole(keys: Tensor) -> Tensor:
-    return torch.linspace(-1, 1, 4 * 32).reshape(1, 4, 32)
-
-
-FOLLOWED = {
-    "channels that are set": set_by_channels,
-    "whole tokens of its type": lambda k: whole(k).type_as(k).expand(len(k), 4, 32),
-    "whole tokens of its device": lambda k: k.new_full((len(k), 4, 32), 0.5),
-    "whole tokens cut off": lambda k: torch.cat([whole(k).expand(len(k), 4, 32), k], 1)[:, :4],
-    "a view that is filled": filled_through(lambda t: t[:]),
-    "items that are filled": lambda k: torch.stack([filled_through(lambda t: t)(item) for item in k]),
-    "numpy": lambda k: torch.from_numpy(k.numpy() * 2),
-    "einsum of one": lambda k: torch.einsum("blc->bcl", k).mT,
-    "einsum for each token": lambda k: k * torch.einsum("blc,blc->bl", k, k)[..., None],
-}
-
-
-TOGETHER = {
-    "einsum": lambda x: torch.einsum("blc,bmc->blm", x, x).sum(2, keepdim=True) + x,
-    "einsum of three": lambda x: torch.einsum("blc,bmc,bmd->bld", x, x, x),
-    "keywords": lambda x: torch.bmm(torch.matmul(input=x, other=x.mT), mat2=x),
-    "linear": lambda x: torch.stack([F.linear(F.linear(item, item), item.T) for item in x]),
-    "broadcast": lambda x: (x[:, :, None] * x[:, None]).sum(2),
-    "mean": lambda x: x - x.mean(1, keepdim=True),
-    "softmax": lambda x: F.softmax(x, dim=1),
-    "convolution": lambda x: F.conv1d(x.mT, torch.ones(32, 32, 3), padding=1).mT,
-    "group norm": lambda x: F.group_norm(x.mT, 2).mT,
-    "order": lambda x: x.flip(1),
-}  # fmt: skip
-
-
-def what_becomes_of_tokens(rank: int, world: int) -> None:
-    """Beside an attention that is shared, what is done to tokens is right, or refused on all ranks."""
-    plan = {"0": {"input": TOKENS}, "3": ContextParallelOutput(gather_dim=1, expected_dims=3)}
-    modules = [("", Prepared(prepare)) for prepare in FOLLOWED.values()]
-    modules += [("split over the ranks", Computed(compute)) for compute in TOGETHER.values()]
-    for words, module in modules:
         model = fill(nn.Sequential(nn.Linear(8, 32), TorchFunction(), module, nn.Linear(32, 8)))
-        _right_or(words, model, world, plan, dict(input=normal(2, 6 * world - 1, 8)))
+        plan = {"0": {"input": TOKENS}, "3": ContextParallelOutput(gather_dim=1, expected_dims=3)}
+        _right_or(words, model, world, plan, dict(input=normal(2, tokens, 8)))
 
 
 def other_ways(rank: int, world: int) -> None:
-    """Calls of the same shapes that attend to something else."""
+    """An attention that is over the tokens, or over a context that every rank has, call by call: the plan cannot say both."""
     model = fill(TwoWays())
     inputs = dict(hidden_states=normal(2, 6 * world - 1, 8), context=normal(2, 4, 32))
-    expected = [model(**inputs, crosses=crosses) for crosses in (0, 1)]
     plan = {"inp": {"input": TOKENS}, "out": ContextParallelOutput(gather_dim=1, expected_dims=3)}
+    expected = model(**inputs)
     apply_context_parallel(model, ContextParallelConfig(ulysses_degree=world, **ANYTHING), plan)
-    for crosses in (1, 0, 1):
-        close(relative(model(**inputs, crosses=crosses), expected[crosses]))
-    model.crosses = 1
-    close(relative(model(**inputs), expected[1]))
-    model.crosses = 0
-    refused(lambda: model(**inputs), "where the first call of this form had")
-    close(relative(model(**inputs), expected[0]))
+    for _ in range(2):
+        refused(lambda: model(**inputs, crosses=1), "keys does not fit the tokens of rank", "attention=()")
+        close(relative(model(**inputs), expected))
+
+
+def streams_in_no_order(rank: int, world: int) -> None:
+    """Two streams of a class that is not in the table of joint orders."""
+    model = fill(TwoWays())
+    plan = {"": {"hidden_states": TOKENS, "context": TOKENS}, "out": ContextParallelOutput(1, 3, stream="hidden_states")}
+    config = ContextParallelConfig(ulysses_degree=world, **ANYTHING)
+    refused(
+        lambda: apply_context_parallel(model, config, plan), "hidden_states and context", "ModulePlan(attention=(", kind=PlanError
+    )
+    said = {**plan, "attention": ModulePlan(attention=("hidden_states",), keys=("context",))}
+    inputs = dict(hidden_states=normal(2, 6 * world - 1, 8), context=normal(2, 4, 32), crosses=1)
+    _right_or("the plan does not say what it is over", model, world, said, inputs)
+    _right_or("", model, world, {**said, "last": ModulePlan(attention=("hidden_states",))}, inputs)

@@ -12,6 +12,7 @@ rank, world, _ = start()
 
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
+torch.compiler.set_stance("force_eager")  # compiled calls are those of api_ranks.py: tracing Flux takes 20 seconds
 with torch.inference_mode():
     expected = forward(build("flux"), flux(batch=2))
 for code in BLOCK.findall((ROOT / "docs" / "api.md").read_text()):

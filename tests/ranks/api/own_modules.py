@@ -103,28 +103,6 @@ class Windows(nn.Module):
         return x + F.scaled_dot_product_attention(q, k, v).flatten(1, 2)
 
 
-class Both(nn.Module):
-    """One attention in reach, one by matrix products."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention, self.own = Attention(32, 2, 2), OwnAttention(32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.own(x + self.attention(x))
-
-
-class Reshaped(nn.Module):
-    """Matrix products behind a reshape in which tokens are only followed where there are as many of them as items."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.own = OwnAttention(32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.own(x.flatten(1).unflatten(1, (-1, 32)))
-
-
 class OwnMask(nn.Module):
     """Makes its mask for the tokens that it is given."""
 
@@ -138,18 +116,6 @@ class OwnMask(nn.Module):
         return x + F.scaled_dot_product_attention(q, k, v, attn_mask=mask).squeeze(1)
 
 
-class Prepared(nn.Module):
-    """Keys and values come out of a function, of which only some can be followed."""
-
-    def __init__(self, prepare: Any) -> None:
-        super().__init__()
-        self.q, self.kv, self.prepare = nn.Linear(32, 32), nn.Linear(32, 32), prepare
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, kv = self.q(x)[:, None], self.prepare(self.kv(x))[:, None]
-        return x + F.scaled_dot_product_attention(q, kv, kv).squeeze(1)
-
-
 class Computed(nn.Module):
     def __init__(self, compute: Any) -> None:
         super().__init__()
@@ -160,14 +126,13 @@ class Computed(nn.Module):
 
 
 class TwoWays(nn.Module):
-    """What its attention is over is decided by a number that it is given, or by what it keeps."""
+    """What its attention is over is decided by a number that it is given."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inp, self.attention, self.last, self.out = nn.Linear(8, 32), Attention(32, 2, 2), Attention(32, 2, 2), nn.Linear(32, 8)
-        self.crosses = 0
 
-    def forward(self, hidden_states: Tensor, context: Tensor, crosses: int | None = None) -> tuple[Tensor, ...]:
+    def forward(self, hidden_states: Tensor, context: Tensor, crosses: int = 0) -> tuple[Tensor, ...]:
         x = self.inp(hidden_states)
-        x = self.attention(x, context if (self.crosses if crosses is None else crosses) else None)
+        x = self.attention(x, context if crosses else None)
         return (self.out(self.last(x)),)
