@@ -11,8 +11,12 @@ HIDDEN = ContextParallelInput(1, 3)
 OUT = ContextParallelOutput(1, 3)
 
 
+class SD3Transformer2DModel(nn.ModuleDict):
+    """Has the name of a class whose joint order is known."""
+
+
 def table(**entries):
-    model = nn.ModuleDict({name: nn.Identity() for name in entries if name != "root"})
+    model = SD3Transformer2DModel({name: nn.Identity() for name in entries if name != "root"})
     return plan_from_table(model, {"" if path == "root" else path: entry for path, entry in entries.items()})
 
 
@@ -23,6 +27,14 @@ def test_every_argument_is_a_stream_in_the_order_of_the_plan():
     assert plan.attention == [(joint, joint), *(((name,), (name,)) for name in joint)]
     (output,) = plan.outputs["proj_out"]
     assert output.stream == "hidden_states"
+
+
+def test_a_class_of_ones_own_says_in_which_order_it_joins_its_streams():
+    model, tokens = nn.ModuleDict({"attention": nn.Identity()}), {"": {"x": HIDDEN, "text": HIDDEN}}
+    with pytest.raises(PlanError, match=r"splits x and text.*ModuleDict.*ModulePlan\(attention=\('x', 'text'\)\)"):
+        plan_from_table(model, tokens)
+    plan = plan_from_table(model, {**tokens, "attention": ModulePlan(attention=("text", "x"))})
+    assert plan.attention == []  # attention elsewhere is refused
 
 
 def test_one_stream_needs_no_names():
