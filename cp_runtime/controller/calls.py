@@ -59,7 +59,7 @@ class ModelCall:
     encode_network: Callable[[nn.Module], Any]  # makes plain data and tensors of one of the networks
     mixes_batch: bool = False  # a patch of another node needs all items of the batch
     networks: Mapping[str, nn.Module] = field(default_factory=dict)  # that patches in the arguments refer to, by key
-    memory_scale: float = 1.0  # how many times the memory that ComfyUI expects for its latent alone the call may need
+    memory_scale: float = 1.0  # expected memory of the call / ComfyUI's estimate for the latent
     compile: CompileSettings | None = None  # of the model's blocks; None = they are not compiled
     sampling: bool = True  # it belongs to a sampling run; the calls of a VAE do not
 

@@ -1,5 +1,5 @@
 """Times of the calls of a sampling run, measured alike on one device and on several. Panel, nodes, report, picture and Measure all
-read them here. They do not grow with the number of calls: there are sums, and the last call."""
+read them here. Running sums; constant size."""
 
 from __future__ import annotations
 

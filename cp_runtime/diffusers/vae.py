@@ -71,7 +71,7 @@ class SplitVAE:
             checked = True
             out = run_on_rows(part, plan, lambda rows: stock(part, rows, *args, **kwargs), x, mesh=mesh, ratio=ratio)
             if out is None:
-                raise PlanError("a rank without a result")
+                raise PlanError(f"rank {mesh.rank} returned no rows; this is a bug, please report it")
             return out
 
         return forward

@@ -160,7 +160,7 @@ def _launch(device: torch.device) -> float:
 
 
 def in_the_long_run(times: Iterable[float]) -> tuple[float, bool]:
-    """Return (the best of a run's times since it became slower, whether it became slower with the last one)."""
+    """Return (the minimum since the last slowdown, whether the last time is a slowdown)."""
     best, slower = math.inf, False
     for each in times:
         slower = each > SLOWER * best

@@ -5,7 +5,7 @@ import torch
 from comfy_kitchen.tensor import QuantizedTensor
 from torch import nn
 
-from cp_runtime.comfy.shared.forward import compile_settings
+from cp_runtime.comfy.ui.options import compile_settings
 from cp_runtime.compat import on_compilation
 from cp_runtime.engine.compiled import CompiledBlocks, CompileSettings
 from cp_runtime.engine.plan import ModulePlan, ShardingPlan

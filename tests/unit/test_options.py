@@ -2,7 +2,7 @@
 
 import torch
 
-from cp_runtime.comfy.shared.forward import plain_options
+from cp_runtime.comfy.ui.options import plain_options
 
 
 def test_what_a_message_carries_is_sent_and_a_set_as_a_tuple():

@@ -223,7 +223,7 @@ class Mirrors:
         )
 
     def free_buffers(self, keep: Mirror | None = None) -> None:
-        """Have all models give back memory that their next call can do without, except one where `keep` names it."""
+        """Free the buffers of every model except `keep`."""
         for mirror in self.entries.values():
             if mirror is not keep:
                 mirror.free_buffers()

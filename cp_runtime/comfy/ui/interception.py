@@ -24,11 +24,12 @@ from ...controller.calls import ModelCall
 from ...errors import MirrorError, UnsupportedError
 from ...families import PLANS, class_name
 from ...nested import tensors
-from ..shared.forward import ATTENTION, CONDITIONINGS, SENDABLE, plain_options
+from ..shared.forward import ATTENTION, CONDITIONINGS
 from ..shared.modules import encode_module
 from ..shared.patches import applied_patches
 from ..shared.weights import PREFIX, model_dtype
 from .obstacles import check_call, check_own_forward, compile_of, options_for_ranks
+from .options import SENDABLE, plain_options
 from .target import on_ranks
 
 if TYPE_CHECKING:

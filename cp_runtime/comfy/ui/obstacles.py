@@ -23,10 +23,10 @@ from ...errors import MirrorError, PlanError, UnsupportedError
 from ...families import PLANS, UNSTAGED, class_name, most_stages, plan_for
 from ...pool.config import RuntimeConfig
 from ...pool.settings import STAGED
-from ..shared.forward import compile_settings
 from ..shared.patches import applied_patches, encode_weight_patches
 from ..shared.weights import PREFIX
 from .changed_code import changes_of
+from .options import compile_settings
 from .patches import PatchSet, attention_of
 from .recipes import recipe_of
 from .sources import file_of, is_comfy, pack_of

@@ -1,8 +1,13 @@
-"""Object patches inside the transformer, in the UI process: check that the workers know them, and read them as plain data."""
+"""Object patches of node packs inside the transformer: other forwards of its modules, computed on the workers from plain data.
+
+A pack's node replaces the forward of modules (`ModelPatcher.add_object_patch`) by functions of its own. OBJECTS lists those whose
+source was read; the pack's code never runs on a rank. What they hold is checked and sent; `rank.pack_objects` computes the same.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
@@ -10,11 +15,81 @@ from comfy.ldm.flux.layers import EmbedND
 from torch import Tensor, nn
 
 from ...errors import MirrorError, UnsupportedError
-from ..shared.pack_objects import RIFLEX, ObjectPatch, check_data, object_patch
+from ..shared.pack_objects import CHUNKS, ENHANCE, NAG, RIFLEX
 from ..shared.weights import PREFIX
 from .pack_nodes import made_by, name_in_pack
 
 _STANDARD = frozenset(vars(nn.Module()))
+WAN = ("comfy.ldm.wan.",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectPatch:
+    """What stands in the place of a module's forward, or of a module.
+
+    Args:
+        node: id of the node that makes it.
+        at: place in the transformer, where "*" is a number.
+        fields: what it holds: name -> types. It holds nothing else.
+        models: beginnings of the names of the modules whose transformers take it.
+        held_by: variable of the function that holds the object with the fields; "" = it is the object.
+        mixes_batch: it needs all items of a batch.
+        all_tokens: it needs all tokens at once.
+    """
+
+    node: str
+    at: str
+    fields: Mapping[str, tuple[type, ...]]
+    models: tuple[str, ...] = WAN
+    held_by: str = "self"
+    mixes_batch: bool = False
+    all_tokens: bool = False
+
+
+NUMBER = (int, float)
+_ROPE = {"dim": (int,), "theta": NUMBER, "axes_dim": (list, tuple), "num_frames": (int,), "k": (int,)}
+OBJECTS: Mapping[str, tuple[ObjectPatch, ...]] = {
+    # KJNodes. The first half of a batch is guided, which is the whole one where it has one item: a rank must have it all.
+    NAG: (
+        ObjectPatch(
+            node="WanVideoNAG",
+            at="blocks.*.cross_attn.forward",
+            fields={
+                "nag_context": (Tensor,),
+                "nag_scale": NUMBER,
+                "nag_alpha": NUMBER,
+                "nag_tau": NUMBER,
+                "i2v": (bool,),
+                "input_type": (str,),
+                "inplace": (bool,),
+            },
+            mixes_batch=True,
+        ),
+    ),
+    ENHANCE: (
+        ObjectPatch(
+            node="WanVideoEnhanceAVideoKJ",
+            at="blocks.*.self_attn.forward",
+            fields={"num_frames": (int,), "enhance_weight": NUMBER},
+            mixes_batch=True,
+            all_tokens=True,
+        ),
+    ),
+    CHUNKS: (
+        ObjectPatch(node="WanChunkFeedForward", at="blocks.*.ffn.forward", fields={"num_chunks": (int,), "dim_threshold": (int,)}),
+    ),
+    RIFLEX: (
+        ObjectPatch(node="ApplyRifleXRoPE_WanVideo", at="rope_embedder", fields=_ROPE, held_by=""),
+        ObjectPatch(
+            node="ApplyRifleXRoPE_HunuyanVideo",
+            at="pe_embedder",
+            fields=_ROPE,
+            models=("comfy.ldm.hunyuan_video.", "comfy.ldm.flux."),
+            held_by="",
+        ),
+    ),
+}
+"""`module in its pack:qualified name` of what is put there -> the places for it."""
 
 
 def encode_objects(patcher: Any) -> tuple[dict[str, Any], list[ObjectPatch]]:
@@ -48,7 +123,7 @@ def encode_objects(patcher: Any) -> tuple[dict[str, Any], list[ObjectPatch]]:
 def _encoded(path: str, thing: Any, patcher: Any) -> tuple[dict[str, Any], ObjectPatch]:
     function, model = getattr(thing, "__func__", thing), patcher.model.diffusion_model
     name = name_in_pack(function if hasattr(function, "__qualname__") else type(thing))
-    patch = object_patch(name, path)
+    patch = _object_patch(name, path)
     if not type(model).__module__.startswith(patch.models):
         raise MirrorError(f"they know it for {' and '.join(patch.models)} only, and the model is of {type(model).__module__}")
     holder = thing
@@ -62,7 +137,7 @@ def _encoded(path: str, thing: Any, patcher: Any) -> tuple[dict[str, Any], Objec
             raise MirrorError("it is not the function of one object, for the module in whose place it stands")
         holder = held[patch.held_by]
     data = {k: v for k, v in getattr(holder, "__dict__", {}).items() if not (isinstance(holder, nn.Module) and k in _STANDARD)}
-    check_data(patch, data)
+    _check_data(patch, data)
     if name == RIFLEX:
         _check_rotations(data, patcher.object_patches_backup.get(PREFIX + path, getattr(model, path, None)))
     return {"name": name, "data": data}, patch
@@ -77,3 +152,21 @@ def _check_rotations(data: Mapping[str, Any], stock: Any) -> None:
     if not (0 < data["k"] <= data["axes_dim"][0] // 2 and data["num_frames"] > 0):
         most = data["axes_dim"][0] // 2
         raise MirrorError(f"got k {data['k']} and {data['num_frames']} frames; allowed: k of 1 to {most}, at least one frame")
+
+
+def _object_patch(name: str, path: str) -> ObjectPatch:
+    """Return the object patch of that name for a place in the transformer. Raises MirrorError if it is not one for it."""
+    place = ".".join("*" if part.isdecimal() else part for part in path.split("."))
+    for patch in OBJECTS.get(name, ()):
+        if patch.at == place:
+            return patch
+    raise MirrorError(f"{name} at {path} is not an object patch that the workers know")
+
+
+def _check_data(patch: ObjectPatch, data: Mapping[str, Any]) -> None:
+    """Raise MirrorError where a patch does not hold what is known of it."""
+    for field in patch.fields.keys() | data.keys():
+        if field not in data or type(data[field]) not in (patch.fields.get(field, ())):
+            held = type(data[field]).__name__ if field in data else "nothing"
+            allowed = " or ".join(kind.__name__ for kind in patch.fields.get(field, ())) or "nothing"
+            raise MirrorError(f"it holds {held} as {field}, and the workers know one with {allowed}")
