@@ -6,6 +6,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from functools import cache
 from typing import Any, TypeVar
 
@@ -234,6 +235,13 @@ def uncompiled(module: nn.Module) -> nn.Module:
     """Return the module that `torch.compile` was given, if this is its result."""
     inner = getattr(module, "_orig_mod", None)
     return inner if isinstance(inner, nn.Module) else module
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """Return the timeout that a process group was made with."""
+    device = torch.device("cpu") if dist.get_backend(group) == "gloo" else group._device_types[0]
+    timeout: timedelta = group._get_backend(device).options._timeout
+    return timeout
 
 
 def attention_backend_of(processor: object) -> str | None:

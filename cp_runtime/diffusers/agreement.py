@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from contextlib import suppress
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..compat import not_compiled
+from ..compat import not_compiled, not_compiled_itself
 from ..engine.ranks.collectives import RankGroup
-from ..errors import PlanError
+from ..errors import ConfigError, PlanError
 from ..nested import map_tensors, tensors
 
 # Largest difference in float32, root mean square in half precision, in standard deviations of the output. Sharding causes 1e-5 and
 # the rounding of the dtype; attention over the wrong tokens is off by 0.1 and more.
 TOLERANCE, HALF_TOLERANCE = 1e-3, 5e-2
-SETTINGS = "the arguments of apply_context_parallel"
 ERROR, MESSAGE = "an error", 512  # characters of an error that are sent to other ranks
+Result = TypeVar("Result")
+
+
+def check_settings(settings: Mapping[str, Any], group: RankGroup) -> None:
+    """Raise ConfigError, on all ranks alike, unless all ranks apply context parallelism alike. One collective of 4 KB."""
+    table = agree([digest(value) for value in settings.values()], group)
+    wrong = [name for name, column in zip(settings, zip(*table, strict=True), strict=True) if len(set(column)) > 1]
+    if wrong:
+        ranks = [str(group.global_rank(rank)) for rank, row in enumerate(table) if row != table[0]]
+        raise ConfigError(
+            f"{', '.join(wrong)} on rank {', '.join(ranks)}: not what rank {group.global_rank(0)} has. Call apply_context_parallel "
+            "with the same arguments on all ranks."
+        )
 
 
 @not_compiled
@@ -31,7 +45,6 @@ def check_inputs(
     args: Any,
     kwargs: Mapping[str, Any],
     error: PlanError | None,
-    settings: tuple[Any, ...],
 ) -> None:
     """Raise PlanError, on all ranks alike, unless all ranks have the same arguments. One collective of some bytes.
 
@@ -40,17 +53,15 @@ def check_inputs(
         forward: the module's own.
         group: ranks that share the sequence.
         error: an error that keeps this rank from the call; all raise it.
-        settings: the arguments that context parallelism was applied with.
     """
     signature = inspect.signature(forward)
-    names = [*signature.parameters, "arguments", SETTINGS]
+    names = [*signature.parameters, "arguments"]
     try:
         given: Mapping[str, Any] = signature.bind(*args, **kwargs).arguments
     except TypeError:  # calling forward will raise it
         given = {"arguments": (args, dict(kwargs))}
-    given = {**given, SETTINGS: settings}
     told = [digest(given.get(name)) for name in names] if error is None else error
-    table = agree(told, group, device_of([args, dict(kwargs)]))
+    table = agree(told, group)
     ranks = [str(group.global_rank(rank)) for rank, row in enumerate(table) if row != table[0]]
     wrong = [name for name, column in zip(names, zip(*table, strict=True), strict=True) if len(set(column)) > 1]
     if not wrong:
@@ -58,7 +69,7 @@ def check_inputs(
     raise PlanError(
         f"{module}: {', '.join(wrong)} on rank {', '.join(ranks)}: not what rank {group.global_rank(0)} was given. The ranks of a "
         "sequence compute one call together: give all of them the same inputs, such as noise from generators of the same seed, or "
-        "broadcast them; and apply with the same arguments."
+        "broadcast them."
     )
 
 
@@ -70,6 +81,8 @@ def digest(value: Any) -> int:
         return _mixed("sequence", *map(digest, value))
     if isinstance(value, Mapping):
         return _mixed("mapping", *((str(key), digest(item)) for key, item in value.items()))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _mixed(type(value).__qualname__, *(digest(getattr(value, field.name)) for field in dataclasses.fields(value)))
     return _mixed(type(value).__qualname__, value if isinstance(value, (bool, int, float, str)) else None)
 
 
@@ -89,16 +102,49 @@ def _sum_of(tensor: Tensor) -> int:
     return int((words * (places * 2654435761 % 4294967291)).sum())
 
 
-def agree(told: Any, group: RankGroup, device: torch.device) -> list[Any]:
+def agree(told: Any, group: RankGroup) -> list[Any]:
     """Return what every rank was told, as JSON; raise it on all ranks if it is an error. One collective of 4 KB."""
-    text = json.dumps({ERROR: str(told)[:MESSAGE]} if isinstance(told, PlanError) else told).encode()
-    padded = torch.tensor(list(text.ljust(8 * MESSAGE)), dtype=torch.uint8, device=device)  # JSON: at most 6 bytes per character
+    own = told if isinstance(told, Exception) else None
+    if own is not None:
+        kind = "" if isinstance(own, PlanError) else f"{type(own).__name__}: "
+        told = {ERROR: f"{kind}{own}"[:MESSAGE]}
+    text = json.dumps(told).encode().ljust(8 * MESSAGE)  # at most 6 bytes per character
+    padded = torch.tensor(list(text), dtype=torch.uint8, device=group.device)
     (rows,) = group.all_gather([padded[None]], [1] * group.size, 0)
     answers = [json.loads(bytes(row)) for row in rows.tolist()]
     for rank, answer in enumerate(answers):
         if isinstance(answer, dict) and ERROR in answer:
-            raise told if isinstance(told, PlanError) else PlanError(f"rank {group.global_rank(rank)}: {answer[ERROR]}")
+            raise own or ErrorOfRank(f"rank {group.global_rank(rank)}: {answer[ERROR]}")
     return answers
+
+
+class ErrorOfRank(PlanError):
+    """An error of another rank, which all raise."""
+
+
+@not_compiled_itself
+def in_step(run: Callable[[Callable[[], None]], Result], group: RankGroup) -> Result:
+    """Run something that all ranks run, and raise an error of one on all: those that have one raise their own.
+
+    `run` gets a function to call before the ranks exchange something: they ask each other whether all have got there, so that none
+    waits for one that has not. A collective of a number.
+    """
+
+    @not_compiled
+    def ask(error: Exception | None = None) -> None:
+        if group.largest(torch.tensor([float(error is not None)], device=group.device)).item():
+            agree(error, group)
+
+    try:
+        out = run(ask)
+        ask()
+    except ErrorOfRank:
+        raise
+    except Exception as error:
+        with suppress(Exception):  # it is raised below; or other ranks are gone
+            ask(error)
+        raise
+    return out
 
 
 def device_of(values: Any) -> torch.device:

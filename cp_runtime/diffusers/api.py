@@ -19,8 +19,8 @@ from ..engine.plan import ShardingPlan
 from ..engine.ranks.config import ContextParallelConfig
 from ..engine.ranks.mesh import SequenceMesh
 from ..engine.weights.sharded import ShardedWeights
-from ..errors import ConfigError, PlanError, bad_value
-from .agreement import device_of
+from ..errors import ConfigError, PlanError, bad_value, check_switch
+from .agreement import check_settings, device_of, in_step
 from .calls import ShardedCalls
 from .pipefusion import StagedCalls, table_of
 from .table import is_proven, own_table, plan_from_table
@@ -92,12 +92,17 @@ def apply_context_parallel(
         PlanError: the plan does not fit the module, or one is applied already; weights that cannot be sharded. A call raises it,
             on all ranks alike, if arguments differ, attention is out of reach, or the output is not gathered.
     """
-    if not isinstance(module, nn.Module):
+    if not isinstance(module, nn.Module) or isinstance(module, torch.jit.ScriptModule):
         raise bad_value(
-            "module", type(module).__name__, "a torch.nn.Module", "Pass the part of a pipeline that samples: pipe.transformer."
+            "module",
+            type(module).__name__,
+            "a torch.nn.Module of Python code",
+            "Pass the part of a pipeline that samples: pipe.transformer.",
         )
     module = uncompiled(module)
     config = ContextParallelConfig.of(parallel_config)
+    check_switch("shard_weights", shard_weights)
+    check_switch("check_inputs", check_inputs)
     if verify not in (None, "first", "never"):
         raise bad_value("verify", verify, '"first", "never" or None', "Leave it out, or compare the first call with one process.")
     if device is not None and not shard_weights:
@@ -111,8 +116,14 @@ def apply_context_parallel(
     if not staged and config.of_all_ranks.mesh_shape == (1, 1):
         return AppliedPlan(None, SequenceMesh(None), None)
     verifies = verify == "first" or (verify is None and not staged and not is_proven(module, plan))
-    plan = _plan_of(module, plan, config)
-    mesh, installed = _mesh(module, config), InstalledPlan(module, plan)
+    mesh = _mesh(module, config)
+    settings = {**config.compared, "plan": plan, "shard_weights": shard_weights, "check_inputs": check_inputs, "verify": verify}
+
+    def install(_: object) -> InstalledPlan[ShardingPlan]:
+        check_settings({"module": type(module).__name__, **settings}, mesh.whole)
+        return InstalledPlan(module, _plan_of(module, plan, config))
+
+    installed = in_step(install, mesh.whole)
     weights: ShardedWeights | None = None
     try:
         if shard_weights:
@@ -187,7 +198,8 @@ def _apply_to_vae(module: nn.Module, config: ContextParallelConfig, check_inputs
     if config.mesh_shape == (1, 1):
         return AppliedPlan(None, SequenceMesh(None), None)
     mesh = _mesh(module, config)
-    split = SplitVAE(module, mesh, (*config.compared, check_inputs), check_inputs=check_inputs)
+    check_settings({"module": type(module).__name__, **config.compared, "check_inputs": check_inputs}, mesh.whole)
+    split = SplitVAE(module, mesh, check_inputs=check_inputs)
     _installed[module] = ref(split)
     split.on_remove(lambda: _installed.pop(module, None))
     return AppliedPlan(split, mesh, None)
@@ -218,6 +230,11 @@ def _plan_of(module: nn.Module, plan: Mapping[str, Any] | ShardingPlan | None, c
         return replace(plan_from_table(module, table_of(module) if plan is None else plan), attention_rule=None)
     table = own_table(module) if plan is None else plan
     if table is None and config.mesh_shape != (1, 1):  # else only the batch is shared, so no sequence is split
+        if hasattr(module, "decode"):
+            raise PlanError(
+                f"{type(module).__name__} looks like a VAE, of which AutoencoderKL and AutoencoderKLWan can be shared. Pass "
+                "the transformer only: pipe.transformer."
+            )
         raise PlanError(
             f"{type(module).__name__} has no _cp_plan. Pass a plan, or the model inside where this one wraps it, such as "
             "model.module of DistributedDataParallel."

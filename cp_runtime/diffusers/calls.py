@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,10 +25,25 @@ from .torch_function import SharedAttention
 
 TRAINING = "For training take diffusers' own enable_parallelism, or torchtitan."
 FORMS = 64  # forms of calls that are remembered: shapes and kinds of arguments
-CACHES_BY_CONTENT = {"FirstBlockCacheConfig"}
-"""Caches of diffusers that would make ranks take different paths, and wait for each other forever."""
 REACHED_BACKENDS = {"native", "_native_cudnn", "_native_efficient", "_native_flash", "_native_math"}
 """Attention backends of diffusers that call torch's function. Others attend out of reach."""
+
+
+_RUNNING = threading.RLock()
+
+
+@contextmanager
+def one_at_a_time(module: nn.Module) -> Iterator[None]:
+    """Run a call over the ranks. Raises PlanError: another thread runs one, in whose messages this one's would come."""
+    if not _RUNNING.acquire(blocking=False):
+        raise PlanError(
+            f"{type(module).__name__} was called while another call over the ranks runs in another thread: ranks compute calls one "
+            "by one, in the same order. Call one after the other."
+        )
+    try:
+        yield
+    finally:
+        _RUNNING.release()
 
 
 class ShardedCalls:
@@ -52,20 +69,26 @@ class ShardedCalls:
         self._module, self._stock, self._installed = module, module.forward, installed
         self._config, self._mesh, self._weights = config, mesh, weights
         self._check_inputs, self._verify = check_inputs, verify
-        self._settings = (*config.compared, weights is not None, check_inputs, verify)
         self._processors = [inner for inner in module.modules() if hasattr(inner, "processor")]
         self._names, self._whole = argument_names(module), for_all_items(module, installed.plan.modules.get(""))
         self._forms: set[object] = set()
         self._calls = 0
 
+    _in_step = True
+
     @not_compiled_itself
     def __call__(self, called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call. `called`: the module, or a copy of it, which is refused."""
+        with one_at_a_time(self._module):
+            return self._call(called, args, kwargs)
+
+    @not_compiled_itself
+    def _call(self, called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = type(self._module).__name__
         _check_call(called, self._module, self._mesh)
         error = _mode_error(self._module)
         if self._check_inputs or not self._calls:
-            agreement.check_inputs(name, self._stock, self._mesh.whole, args, kwargs, error, self._settings)
+            agreement.check_inputs(name, self._stock, self._mesh.whole, args, kwargs, error)
         if error is not None:
             raise error
         backends = tuple(attention_backend_of(attention.processor) for attention in self._processors)
@@ -73,13 +96,12 @@ class ShardedCalls:
         first = form not in self._forms
         if first:
             _check_backends(name, backends)
-        expected = None
-        if self._verify and not self._calls:
-            with self._weights.call() if self._weights is not None else nullcontext():
-                expected = agreement.expected_output(self._stock, args, kwargs)
-        out = self._sharded(first, args, kwargs)
-        if expected is not None:
-            agreement.check_output(name, out, expected, self._mesh.whole)
+
+        if first and self._in_step:
+            run = self._verified if self._verify and not self._calls else self._sharded
+            out = agreement.in_step(partial(run, args, kwargs), self._mesh.whole)
+        else:
+            out = self._sharded(args, kwargs)
         if len(self._forms) == FORMS:
             self._forms.clear()
         self._forms.add(form)
@@ -87,8 +109,18 @@ class ShardedCalls:
         return out
 
     @not_compiled_itself
-    def _sharded(self, first: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run one call. `first`: of its form; ranks then compare what each attention is over."""
+    def _verified(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], ask: Callable[[], None]) -> Any:
+        """Run one call, and compare it with one process."""
+        with self._weights.call() if self._weights is not None else nullcontext():
+            expected = agreement.expected_output(self._stock, args, kwargs)
+        ask()
+        out = self._sharded(args, kwargs, ask)
+        agreement.check_output(type(self._module).__name__, out, expected, self._mesh.whole)
+        return out
+
+    @not_compiled_itself
+    def _sharded(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], ask: Callable[[], None] | None = None) -> Any:
+        """Run one call. `ask`: in the first call of a form, see `agreement.in_step`."""
         config = self._config
         share = BatchSlice.of(config.batch, config.batch_degree, args, kwargs)
         sequence, degrees = (self._mesh, config.of_all_ranks) if share is None else (share.sequence, config)
@@ -96,9 +128,13 @@ class ShardedCalls:
             args, kwargs = share.take_call(args, kwargs, self._names, self._whole)
         installed = self._installed
         with installed.call(sequence, lambda shape: degrees, weights=self._weights) as call, SharedAttention(call):
-            call.compares = first
+            call.ask, call.expects_attention = ask, ask is not None  # what is cached later does not attend
             out = installed.forward(self._stock, *args, **kwargs)
-        return out if share is None else share.gather(out)
+        if share is None:
+            return out
+        if ask is not None:
+            ask()
+        return share.gather(out)
 
 
 def _check_backends(name: str, backends: tuple[str | None, ...]) -> None:
@@ -129,12 +165,6 @@ def _mode_error(module: nn.Module) -> PlanError | None:
         return PlanError(f"this {name} is in training mode; context parallelism is for inference. Call its eval(). {TRAINING}")
     if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters()):
         return PlanError(f"this {name} would record gradients. Call it under torch.inference_mode() or torch.no_grad(). {TRAINING}")
-    cache = type(getattr(module, "_cache_config", None)).__name__
-    if cache in CACHES_BY_CONTENT:
-        return PlanError(
-            f"the cache of this {name}, {cache}, looks at tokens to decide what is computed, and each rank has others. Call its "
-            "disable_cache()."
-        )
     return None
 
 

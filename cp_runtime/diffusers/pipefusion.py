@@ -67,6 +67,8 @@ def table_of(module: nn.Module) -> Table:
 class StagedCalls(ShardedCalls):
     """Runs a module's own forward in stages. See `ShardedCalls`."""
 
+    _in_step = False  # stages have different numbers of messages
+
     def __init__(self, installed: InstalledPlan[ShardingPlan], config: ContextParallelConfig, *given: Any, **checks: Any) -> None:
         super().__init__(installed, config, *given, **checks)
         blocks = staged_blocks(installed.model, installed.plan)
@@ -89,7 +91,7 @@ class StagedCalls(ShardedCalls):
         self._timestep, self._run = float("inf"), 0
         self._texts: dict[int, Any] = {}  # of the run, by id: they must live as long as what is kept for them
 
-    def _sharded(self, first: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _sharded(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], ask: Callable[[], None] | None = None) -> Any:
         named = dict(zip(self._names, args, strict=False)) | dict(kwargs)
         self._note_run(named)
         text = named.get(ENCODER)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -13,9 +14,9 @@ from ..compat import fused_attention_functions, not_compiled
 from ..engine.call import RunningCall
 from ..engine.state import AttentionStreams
 from ..errors import PlanError
-from .agreement import agree
 
 FUSED = fused_attention_functions()
+MEANS = {torch.mean, Tensor.mean}
 REMEDY = (
     "Say in the plan what the module attends to, in joint order: {path of the module: ModulePlan(attention=(...))}; attention=() "
     "where keys and values are whole on every rank."
@@ -40,7 +41,18 @@ class SharedAttention(TorchFunctionMode):
                 f"{func.__name__} (nn.MultiheadAttention, nn.TransformerEncoderLayer) attends out of reach. Use a module that "
                 "calls scaled_dot_product_attention, or say that keys and values are replicated: ModulePlan(attention=())."
             )
-        return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        if func in MEANS and out.ndim == 0 and self._call.state.lengths and self._call.mesh.size > 1:
+            return self._mean(out, args[0] if args else kwargs["input"])
+        return out
+
+    @not_compiled
+    def _mean(self, own: Tensor, values: Tensor) -> Tensor:
+        """Return the mean over the elements of all ranks, the same on each: caches decide by it what all of them compute."""
+        counted = torch.stack([own.double() * values.numel(), own.new_tensor(values.numel(), dtype=torch.float64)])[None]
+        (rows,) = self._call.mesh.whole.all_gather([counted], [1] * self._call.mesh.size, 0)
+        total, count = rows.sum(0)
+        return (total / count).to(own.dtype)
 
     @not_compiled
     def _attention(
@@ -74,8 +86,7 @@ class SharedAttention(TorchFunctionMode):
         """Return the streams of queries and keys; none of keys where every rank has all of them.
 
         Raises:
-            PlanError: the plan does not say what the attention is over, or says something else. In the first call of a form on all
-                ranks alike: a rank's number of tokens may happen to fit where those of others do not.
+            PlanError: the plan does not say what the attention is over, or says something else.
         """
         call, scope, state = self._call, self._call.scope, self._call.state
         name, numbers = scope.name or "the model", (query.shape[-2], key.shape[-2])
@@ -94,15 +105,10 @@ class SharedAttention(TorchFunctionMode):
 
         known = [pair for pair in scope.streams if call.knows(pair)]
         fitting = [(q, k) for q, k in known if held(q) == numbers[0] and (not k or held(k) == numbers[1])]
-        error = None
         if not fitting:
             own = ", ".join(f"{stream} {held((stream,))}" for stream in state.lengths)
-            error = PlanError(
+            raise PlanError(
                 f"{name}: attention of {numbers[0]} queries over {numbers[1]} keys does not fit the tokens of rank {state.rank} "
                 f"({own}). {REMEDY}"
             )
-        if call.compares:
-            agree(error, call.mesh.whole, query.device)
-        if error is not None:
-            raise error
         return fitting[0]

@@ -14,6 +14,7 @@ from ..engine.ranks.mesh import SequenceMesh
 from ..engine.rows.plan import RowPlan, run_on_rows
 from ..errors import PlanError
 from . import agreement
+from .calls import one_at_a_time
 
 _MODULE = "diffusers.models.autoencoders."
 
@@ -35,12 +36,11 @@ def _class_name(module: nn.Module) -> str:
 
 
 class SplitVAE:
-    """A VAE whose encoder and decoder run on all ranks until `remove`. Their forwards keep this object alive. `settings`: the
-    arguments that context parallelism was applied with."""
+    """A VAE whose encoder and decoder run on all ranks until `remove`. Their forwards keep this object alive."""
 
-    def __init__(self, module: nn.Module, mesh: SequenceMesh, settings: tuple[Any, ...], *, check_inputs: bool) -> None:
+    def __init__(self, module: nn.Module, mesh: SequenceMesh, *, check_inputs: bool) -> None:
         self._undo: list[Callable[[], object]] = []
-        self._settings, self._check_inputs = settings, check_inputs
+        self._check_inputs = check_inputs
         plan = RowPlan(family=type(module).__name__, model_class=_class_name(module))
         for name, ratio in (("encoder", VAES[plan.model_class](module)), ("decoder", 1)):
             part = getattr(module, name)
@@ -67,9 +67,10 @@ class SplitVAE:
                 raise PlanError("this VAE would record gradients. Call it under torch.inference_mode() or torch.no_grad().")
             nonlocal checked
             if self._check_inputs or not checked:  # only `x`: a video VAE's cache of earlier frames is each rank's own
-                agreement.check_inputs(type(part).__name__, stock, mesh.whole, (part, x), {}, None, self._settings)
+                agreement.check_inputs(type(part).__name__, stock, mesh.whole, (part, x), {}, None)
             checked = True
-            out = run_on_rows(part, plan, lambda rows: stock(part, rows, *args, **kwargs), x, mesh=mesh, ratio=ratio)
+            with one_at_a_time(part):
+                out = run_on_rows(part, plan, lambda rows: stock(part, rows, *args, **kwargs), x, mesh=mesh, ratio=ratio)
             if out is None:
                 raise PlanError(f"rank {mesh.rank} returned no rows; this is a bug, please report it")
             return out

@@ -56,7 +56,8 @@ class RunningCall:
 
     Attributes:
         state: streams, lengths and layouts.
-        compares: ranks compare what each attention is over, for which they wait for each other and for the device.
+        ask: called before the ranks exchange tokens; they then also compare masks, for which they wait for the device.
+        expects_attention: an attention that should be shared and is not reached is an error.
     """
 
     def __init__(
@@ -75,7 +76,8 @@ class RunningCall:
         self._after_attention = after_attention
         self._shared = 0
         self._scopes = [Scope(plan.attention, plan.attention_rule is not None, said=bool(plan.attention))]
-        self.compares = False
+        self.ask: Callable[[], None] | None = None
+        self.expects_attention = True
 
     @property
     def attention_is_local(self) -> bool:
@@ -118,7 +120,7 @@ class RunningCall:
     @property
     def has_missed_attention(self) -> bool:
         """Whether attention in this scope had to be shared, but none reached `attend`."""
-        return self.scope.shared_before == self._shared and not self.attention_is_local
+        return self.expects_attention and self.scope.shared_before == self._shared and not self.attention_is_local
 
     def local(self, transform: Transform, value: Any, where: str) -> Any:
         """Return this rank's part of a value; the whole one before anything is split, as when a patch skips the first blocks."""
@@ -149,6 +151,8 @@ class RunningCall:
             streams: those of queries and keys, if known; None = found by their numbers.
             own_masks: accept a mask made inside the attention, over this rank's queries and keys, if it hides padding.
         """
+        if self.ask is not None:
+            self.ask()
         with trace_range("cp.attention"):
             self._shared += 1
             if streams is None:
@@ -211,7 +215,7 @@ class RunningCall:
         # A module with streams of its own may hold no attention, unless the plan says that some module does.
         named = any(module.attention for module in self._plan.modules.values())
         split = self.state.tokens() if named else self.state.lengths
-        if self.mesh.size > 1 and split and not self._shared and self._plan.shares_attention:
+        if self.expects_attention and self.mesh.size > 1 and split and not self._shared and self._plan.shares_attention:
             raise PlanError(
                 f"{self._model_name}: tokens were split, but no attention was shared. Attention must go through torch's "
                 "scaled_dot_product_attention, or ComfyUI's optimized_attention: matrix products and other libraries are out of "
@@ -235,7 +239,7 @@ class RunningCall:
         own = tuple(layout.local_lengths[self.mesh.rank] for layout in (q_layout, k_layout))
         is_own = tuple(mask.shape[-2:]) == own and own[0] not in (1, q_layout.total)
         keys, queries = (mask.any(-2, keepdim=True), mask.any(-1, keepdim=True)) if is_own else (mask, None)
-        if self.compares:
+        if self.ask is not None:
             one_by_one = queries is not None and bool((mask != (keys & queries)).any())
             asked = torch.tensor([float(is_own), float(not is_own), float(one_by_one)], device=mask.device)
             of_own, of_all, differs = self.mesh.whole.largest(asked).tolist()
@@ -280,6 +284,8 @@ class RunningCall:
         owned = layout.owned_positions(rank, value.device)
         if owned is not None:
             value = value.index_select(dim, owned)
+        if self.ask is not None:
+            self.ask()
         whole = self._gathered(value, layout, dim)  # contiguous, as models may call view on it
         return whole if grid is None else whole.unflatten(dim, grid)
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..errors import PlanError
 from .state import AttentionStreams
-from .transforms import ContextParallelOutput, Transform
+from .transforms import ContextParallelOutput, Transform, check_names
 
 # Arguments of a module's forward -> what the attention inside it may be over; empty = no communication.
 AttentionRule = Callable[[Mapping[str, Any]], Sequence[AttentionStreams]]
@@ -41,6 +41,10 @@ class ModulePlan:
     local: tuple[str, ...] = ()
     separate: bool = False
     when: Callable[[nn.Module, str], bool] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("attention", "keys", "local"):
+            check_names(f"ModulePlan({name})", getattr(self, name))
 
 
 @dataclass(frozen=True, kw_only=True)

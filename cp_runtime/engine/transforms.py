@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from ..errors import PlanError
+from ..errors import PlanError, bad_value
 from ..nested import rebuild
 from .ranks.sharding import Split, clip_range, joint_layout
 from .state import CallState
@@ -27,6 +27,14 @@ class Transform(Protocol):
     """Turns the full value of an argument into this rank's value."""
 
     def __call__(self, state: CallState, value: Any, where: str) -> Any: ...
+
+
+def check_names(field: str, names: Any) -> None:
+    """Raise ConfigError for what is neither None nor a tuple or list of names."""
+    if names is not None and not (isinstance(names, (tuple, list)) and all(isinstance(name, str) for name in names)):
+        raise bad_value(
+            field, names, "a tuple of names, or None", 'Give names as text: ("encoder_hidden_states", "hidden_states").'
+        )
 
 
 def _made(transform: Any, state: CallState, value: Tensor, make: Callable[[], Tensor]) -> Tensor:
@@ -58,6 +66,9 @@ class ContextParallelInput:
     side: bool = field(default=False, kw_only=True)
     frames: Callable[[CallState], int] | None = field(default=None, kw_only=True)
     replicated: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_names("ContextParallelInput(streams)", self.streams)
 
     def __call__(self, state: CallState, value: Any, where: str) -> Any:
         if isinstance(value, (tuple, list)):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import ConfigError, bad_value, check_choice, check_switch, is_int
-from .mesh import AXES, MAKE_MESH, BatchMesh, SequenceMesh
+from .mesh import AXES, BatchMesh, SequenceMesh, how_to_make_a_mesh
 from .sharding import Shares
 
 EXACT, EIGHT_BIT = EXCHANGES = ("exact", "8 bit")
@@ -187,9 +187,9 @@ class ContextParallelConfig(_NotOfDiffusers):
         return batch
 
     @property
-    def compared(self) -> tuple[Any, ...]:
+    def compared(self) -> dict[str, Any]:
         """The fields that must be the same on every rank."""
-        return tuple(getattr(self, f.name) for f in dataclasses.fields(self) if f.compare)
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.compare}
 
     @property
     def of_all_ranks(self) -> ContextParallelConfig:
@@ -219,7 +219,7 @@ class ContextParallelConfig(_NotOfDiffusers):
         """Take a config of this package or of diffusers, bare or inside a ParallelConfig. Raises ConfigError: it is something else,
         or asks for another parallelism."""
         if isinstance(config, ParallelConfig):
-            config = config.context_parallel_config
+            config = config.context_parallel_config or cls()
         if isinstance(config, cls):
             return config
         if getattr(config, "tensor_parallel_config", None) is not None:
@@ -236,13 +236,15 @@ class ContextParallelConfig(_NotOfDiffusers):
 
 @dataclass(frozen=True)
 class ParallelConfig(_NotOfDiffusers):
-    """Argument of `apply_context_parallel`, as in diffusers: a context parallel config by that name."""
+    """Argument of `apply_context_parallel`, as in diffusers: a context parallel config by that name; without one it changes
+    nothing."""
 
-    context_parallel_config: ContextParallelConfig
+    context_parallel_config: ContextParallelConfig | None = None
 
     def setup(self, rank: int, world_size: int, device: torch.device | str, *, mesh: Any = None, cp_mesh: Any = None) -> None:
         """See `ContextParallelConfig.setup`. `cp_mesh` is the name that mindone and diffusers before 0.36 have for `mesh`."""
-        self.context_parallel_config.setup(rank, world_size, device, mesh if mesh is not None else cp_mesh)
+        if self.context_parallel_config is not None:
+            self.context_parallel_config.setup(rank, world_size, device, mesh if mesh is not None else cp_mesh)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,9 +290,11 @@ def axis_sizes(mesh: Any) -> tuple[int, int]:
     """Return the numbers of ranks on the axes ring and ulysses of a DeviceMesh. Raises ConfigError: it is no DeviceMesh, or lacks
     these axes."""
     if not isinstance(mesh, DeviceMesh):
-        raise bad_value("mesh", mesh, "a torch.distributed.device_mesh.DeviceMesh", MAKE_MESH)
+        raise bad_value("mesh", mesh, "a torch.distributed.device_mesh.DeviceMesh", how_to_make_a_mesh())
     names = mesh.mesh_dim_names or ()
     if tuple(name for name in names if name in AXES) != AXES:
-        raise bad_value("mesh", f"the axes {', '.join(names) or 'without names'}", "ring and ulysses, in this order", MAKE_MESH)
+        raise bad_value(
+            "mesh", f"the axes {', '.join(names) or 'without names'}", "ring and ulysses, in this order", how_to_make_a_mesh()
+        )
     ring, ulysses = (mesh.size(names.index(axis)) for axis in AXES)
     return ring, ulysses

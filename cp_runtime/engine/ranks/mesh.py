@@ -14,13 +14,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...compat import flatten_mesh
+from ...compat import flatten_mesh, timeout_of
 from ...errors import ConfigError, PlanError
 from .collectives import CommStats, RankGroup
 from .sharding import Shares
 
 AXES = ("ring", "ulysses")
-MAKE_MESH = 'Call init_device_mesh(type, (1, 2), mesh_dim_names=("ring", "ulysses")).'
 
 
 class SequenceAxes(NamedTuple):
@@ -80,10 +79,12 @@ _of_worlds: WeakKeyDictionary[dist.ProcessGroup, dict[Any, Groups]] = WeakKeyDic
 
 
 def groups_of_world(like: dist.ProcessGroup | None, timeout: timedelta | None = None) -> Groups:
-    """Return the world's `Groups` for a backend and timeout. All meshes share it, so no group is created twice."""
+    """Return the world's `Groups` for a backend and timeout, by default that of `like`. All meshes share it, so no group is created
+    twice."""
     world = dist.group.WORLD
     if like is None or world is None:
         return Groups(None)
+    timeout = timeout or timeout_of(like)
     return _of_worlds.setdefault(world, {}).setdefault((dist.get_backend(like), timeout), Groups(like, timeout))
 
 
@@ -94,7 +95,7 @@ class SequenceMesh:
 
     Args:
         group: process group of these ranks, or None for a single process.
-        groups: creates the groups of the axes; None = those of the world, with torch's default timeout.
+        groups: creates the groups of the axes; None = those of the world, with the timeout of `group`.
         stats: where collectives are counted.
         peers: global ranks of all meshes that create their groups together with this one, itself included; None = only this one.
         shares: share of each rank; empty = equal shares.
@@ -200,6 +201,12 @@ class SequenceMesh:
         return SequenceAxes(*(RankGroup(self._groups.of(lists), self.stats) for lists in axis_ranks(self._peers, ring, ulysses)))
 
 
+def how_to_make_a_mesh() -> str:
+    """Return the remedy for a mesh of all ranks, for messages."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 2
+    return f'Call init_device_mesh(type, (1, {ranks}), mesh_dim_names=("ring", "ulysses")).'
+
+
 def factors(ranks: int) -> Iterator[tuple[int, int]]:
     """Yield every (ring, ulysses) whose product is the number of ranks."""
     return ((ring, ranks // ring) for ring in range(1, ranks + 1) if ranks % ring == 0)
@@ -218,7 +225,7 @@ class BatchMesh(SequenceMesh):
     by their first rank, and ranks ascend within a group.
 
     Args:
-        timeout: timeout of the groups that are created for an axis.
+        timeout: timeout of the groups that are created for an axis; None = that of `group`.
         group, stats, shares, groups, peers: see `SequenceMesh`.
     """
 

@@ -30,7 +30,9 @@ from cp_runtime import (
     apply_context_parallel,
     remove_context_parallel,
 )
+from cp_runtime.compat import timeout_of
 from cp_runtime.diffusers import agreement
+from cp_runtime.engine.ranks.mesh import SequenceMesh
 from cp_runtime.errors import ConfigError, PlanError
 
 rank, world, _ = start()
@@ -263,8 +265,35 @@ with torch.no_grad():
     # What one refuses all refuse.
     group = ContextParallelConfig(ulysses_degree=world)
     group.setup(rank, world, "cpu")
-    agree = partial(agreement.agree, group=group.sequence.whole, device=x.device)
+    agree = partial(agreement.agree, group=group.sequence.whole)
     check("one refuses", refused(lambda: agree(PlanError("é" * 600) if rank == 1 else None), PlanError, "é" * 512))
+
+    axes = SequenceMesh(dist.group.WORLD).axes(2, world // 2)
+    groups = [axis.group for axis in axes if axis.group is not None]
+    check("groups have the user's timeout", {timeout_of(each) for each in groups} == {timeout_of(dist.group.WORLD)})
+    one, two = new(), new()
+    apply_context_parallel(one, RING, PLAN)
+    apply_context_parallel(two, RING, PLAN)
+    expected, errors = one(x).sample, []
+
+    def from_another_thread(*_):
+        thread = threading.Thread(target=lambda: errors.append(refused(two, PlanError, "in another thread", given=x)))
+        thread.start()
+        thread.join()
+
+    hook = one.second.register_forward_hook(from_another_thread)
+    check("two threads", (one(x).sample - expected).abs().max() < 1e-5 and errors == [True])
+    hook.remove()
+    check("and in turn", (two(x).sample - expected).abs().max() < 1e-5)
+    for name, use in {
+        "streams": lambda: ModulePlan(attention=(("a",),)),
+        "a text for streams": lambda: ContextParallelInput(1, 3, streams="hidden"),
+        "shard_weights": lambda: apply_context_parallel(new_blocks(), RING, BLOCKS_PLAN, shard_weights="fsdp"),
+        "check_inputs": lambda: apply_context_parallel(new_blocks(), RING, BLOCKS_PLAN, check_inputs="yes"),
+        "a scripted module": lambda: apply_context_parallel(torch.jit.script(nn.Linear(2, 2)), RING, {}),
+    }.items():
+        check(name, refused(use, ConfigError, "Got ", "allowed: "))
+    check("a config of nothing", apply_context_parallel(new(), ParallelConfig()).mesh.size == 1)
 
     # Forms that diffusers' users write.
     for name, model, argument, plan in [

@@ -1,25 +1,45 @@
 """What else must hold for a model outside of ComfyUI. Run by diffusers_ranks.py on every rank."""
 
+from functools import partial
 from typing import Any
 
-import diffusers
 import diffusers_pipelines as pipelines
 import torch
 from diffusers_cases import CASES, MODES, degrees, flux, normal, padding, qwen
 from diffusers_models import ANYTHING, build, close, forward, plan_of, refused, relative
 
 from cp_runtime import ContextParallelConfig, apply_context_parallel, remove_context_parallel
+from cp_runtime.errors import PlanError
 
 
 def one_rank_alone(rank: int, world: int) -> None:
-    """What only one rank does wrong in a first call, and a cache that would have ranks go separate ways, is said on all."""
+    """What only one rank does wrong in a first call is said on all."""
     model = build("flux")
     apply_context_parallel(model, ContextParallelConfig(ulysses_degree=world, **ANYTHING))
     model.train(rank == world - 1)
     refused(lambda: forward(model, flux()), "is in training mode")
-    model.eval()
-    model.enable_cache(diffusers.FirstBlockCacheConfig(threshold=0.02))
-    refused(lambda: forward(model, flux()), "disable_cache()")
+
+
+def errors_of_one_rank(rank: int, world: int) -> None:
+    """An error inside of the forward of one rank is raised on all, and the next call is right."""
+    model, inputs, short = build("flux"), flux(), flux()
+    short["img_ids"] = short["img_ids"][:-1]  # the last rank has a position too few
+    expected = forward(model, inputs)
+    apply_context_parallel(model, ContextParallelConfig(ulysses_degree=world, **ANYTHING))
+    for wrong in (short, {**inputs, "hidden_states": inputs["hidden_states"][:, :-1]}):
+        try:
+            forward(model, wrong)
+        except (RuntimeError, PlanError) as error:
+            of_one = str(error)
+        assert "must match" in of_one, of_one
+        close(relative(forward(model, inputs), expected))
+    remove_context_parallel(model)
+    different = ContextParallelConfig(**{("ring_degree", "ulysses_degree")[rank % 2]: world}, **ANYTHING)
+    refused(lambda: apply_context_parallel(model, different), "ring_degree, ulysses_degree on rank 1")
+    refused(lambda: apply_context_parallel(model, different, shard_weights=rank == 0), "shard_weights on rank 1")
+    staged = dict(pipefusion_degree=world) if rank == 0 else dict(ulysses_degree=world, **ANYTHING)
+    refused(lambda: apply_context_parallel(model, ContextParallelConfig(**staged)), "pipefusion_degree")
+    close(relative(forward(model, inputs), expected))
 
 
 def other_inputs(rank: int, world: int) -> None:
@@ -40,8 +60,8 @@ def other_inputs(rank: int, world: int) -> None:
         remove_context_parallel(model)
         shares = (1 + (rank == 0 and not more),) + (1,) * (world - 1)
         other = ContextParallelConfig(ulysses_degree=world, **ANYTHING, shares=shares)
-        apply_context_parallel(model, other, **more)
-        refused(lambda: forward(model, flux()), "the arguments of apply_context_parallel on rank")
+        words = ("check_inputs" if more else "shares", "same arguments on all ranks")
+        refused(partial(apply_context_parallel, model, other, **more), *words)
 
 
 def batch_axis(rank: int, world: int) -> None:
@@ -77,6 +97,7 @@ def batch_axis_alone(rank: int, world: int) -> None:
     config = ContextParallelConfig(1, world // groups, **ANYTHING, batch_degree=groups)
     applied = apply_context_parallel(model, config)
     assert type(model(**masked_qwen(batch=groups))).__name__ == "Transformer2DModelOutput"
+    forward(model, masked_qwen(batch=groups))  # the first of its form
     applied.mesh.stats.reset()
     forward(model, masked_qwen(batch=groups))
     assert applied.mesh.stats.collectives == 1 or world != groups

@@ -1,0 +1,98 @@
+"""diffusers' step caches on a model that is context parallel. Each check runs on every rank."""
+
+from collections.abc import Callable
+from typing import Any
+
+import diffusers
+import torch
+from diffusers.hooks import apply_first_block_cache
+from diffusers_cases import MODES, degrees, flux, ltx, normal, qwen, wan
+from diffusers_models import ANYTHING, close, forward, model_of, relative
+from support.faults import SOAK
+from torch import Tensor, nn
+
+from cp_runtime import ContextParallelConfig, apply_context_parallel, remove_context_parallel
+
+CACHES = ("first block", "first block by its function", "pyramid", "faster", "mag", "taylor")
+STEPS, TIMESTEP = 6, {"now": 0}
+INPUTS: dict[str, Callable[[], dict[str, Any]]] = {"flux": flux, "wan t2v": wan, "qwen": qwen, "ltx": ltx}
+
+
+def _at() -> int:
+    return TIMESTEP["now"]
+
+
+def _enable(model: nn.Module, cache: str) -> None:
+    """Enable a cache that skips some of the steps."""
+    if cache == "first block":
+        return model.enable_cache(diffusers.FirstBlockCacheConfig(threshold=0.2))
+    if cache == "first block by its function":
+        return apply_first_block_cache(model, diffusers.FirstBlockCacheConfig(threshold=0.2))
+    config = {
+        "pyramid": lambda: diffusers.PyramidAttentionBroadcastConfig(
+            spatial_attention_block_skip_range=2, spatial_attention_timestep_skip_range=(0, 1000), current_timestep_callback=_at
+        ),
+        "faster": lambda: diffusers.FasterCacheConfig(
+            spatial_attention_timestep_skip_range=(0, 681), current_timestep_callback=_at, is_guidance_distilled=True,
+            attention_weight_callback=lambda _: 0.5,
+        ),
+        "mag": lambda: diffusers.MagCacheConfig(
+            threshold=0.3, retention_ratio=0.2, num_inference_steps=STEPS, mag_ratios=[1.0] + [0.95] * (STEPS - 1)
+        ),
+        "taylor": lambda: diffusers.TaylorSeerCacheConfig(
+            cache_interval=2, disable_cache_before_step=2, max_order=1, taylor_factors_dtype=torch.float32
+        ),
+    }[cache]()  # fmt: skip
+    return model.enable_cache(config)
+
+
+def _disable(model: nn.Module) -> None:
+    if model.is_cache_enabled:
+        model.disable_cache()
+    else:
+        diffusers.hooks.HookRegistry.check_if_exists_or_initialize(model)
+        for module in model.modules():
+            registry = getattr(module, "_diffusers_hook", None)
+            for name in list(registry.hooks) if registry is not None else ():
+                registry.remove_hook(name, recurse=False)
+
+
+def _steps(model: nn.Module, make: Callable[[], dict[str, Any]]) -> list[tuple[Tensor, ...]]:
+    """Outputs of steps whose latents drift, as those of a sampler do."""
+    outputs, inputs = [], make()
+    for step in range(STEPS):
+        TIMESTEP["now"] = 900 - 100 * step
+        drift = (1.0 + 0.4 * (step == 3)) * inputs["hidden_states"] + 0.02 * step * normal(*inputs["hidden_states"].shape, seed=9)
+        with model.cache_context("cond"):
+            outputs.append(forward(model, {**inputs, "hidden_states": drift}))
+    return outputs
+
+
+def caches(rank: int, world: int) -> None:
+    """Each cache gives on ranks what it gives in one process: they skip alike, also by numbers that are about all tokens."""
+    idle: list[tuple[str, str]] = []
+    for turn, (name, make) in enumerate(INPUTS.items()):
+        model = model_of(name)
+        whole = _steps(model, make)
+        for cache in CACHES:
+            _enable(model, cache)
+            expected = _steps(model, make)
+            _disable(model)
+            if max(relative(a, b) for a, b in zip(expected, whole, strict=True)) < 1e-3:  # it knows nothing to skip there
+                idle.append((name, cache))
+                continue
+            for before in (True, False) if SOAK else (bool((turn + CACHES.index(cache)) % 2),):  # by turns
+                if before:
+                    _enable(model, cache)
+                config = ContextParallelConfig(**degrees(MODES[(turn + before) % len(MODES)], world), **ANYTHING)
+                apply_context_parallel(model, config)
+                if not before:
+                    _enable(model, cache)
+                for step, (found, wanted) in enumerate(zip(_steps(model, make), expected, strict=True)):
+                    close(relative(found, wanted), (name, cache, before, step))
+                if not before:
+                    _disable(model)
+                remove_context_parallel(model)
+                if before:
+                    _disable(model)
+    assert idle == [("wan t2v", "taylor"), ("ltx", "taylor")], idle
