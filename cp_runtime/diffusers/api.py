@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import wraps
 from types import MethodType
 from typing import Any, Literal, cast
@@ -22,8 +21,9 @@ from ..engine.weights.sharded import ShardedWeights
 from ..errors import ConfigError, PlanError, bad_value, check_switch
 from .agreement import check_settings, device_of, in_step
 from .calls import ShardedCalls
-from .pipefusion import StagedCalls, table_of
-from .table import is_proven, own_table, plan_from_table
+from .known import is_proven, own_table
+from .pipefusion import StagedCalls, staged_table
+from .table import plan_from_table
 from .vae import SplitVAE, is_vae
 from .weights import ShardedModel
 
@@ -226,9 +226,8 @@ def _plan_of(module: nn.Module, plan: Mapping[str, Any] | ShardingPlan | None, c
     """Return the given plan, or the module's own."""
     if isinstance(plan, ShardingPlan):
         return plan
-    if config.pipefusion_degree > 1:  # stages attend as the table says
-        return replace(plan_from_table(module, table_of(module) if plan is None else plan), attention_rule=None)
-    table = own_table(module) if plan is None else plan
+    own = staged_table if config.pipefusion_degree > 1 else own_table
+    table = own(module) if plan is None else plan
     if table is None and config.mesh_shape != (1, 1):  # else only the batch is shared, so no sequence is split
         if hasattr(module, "decode"):
             raise PlanError(

@@ -18,50 +18,26 @@ from ..engine.pipeline.stages import Stages, cut, staged_blocks
 from ..engine.plan import ModulePlan, ShardingPlan
 from ..engine.ranks.config import ContextParallelConfig, PipelineSettings
 from ..engine.ranks.mesh import SequenceMesh
-from ..engine.transforms import ContextParallelInput, ContextParallelOutput
 from ..errors import PlanError, bad_value
 from ..nested import form_of, map_tensors, tensors
 from .calls import ShardedCalls, map_outputs
-from .table import ENCODER, HIDDEN, own_table
+from .known import CLASSES, ENCODER, Table, known, own_table
 from .torch_function import SharedAttention
 
-TOKENS, GATHERED = ContextParallelInput(1, 3), {"proj_out": ContextParallelOutput(1, 3)}
-JOINT = ModulePlan(attention=(ENCODER, HIDDEN))
-CROSS = {"*": ModulePlan(attention=(HIDDEN,)), "*.attn2": ModulePlan(attention=())}
-ROPE = ContextParallelInput(0, 2, streams=(HIDDEN,), side=True)
-Table = dict[str, Any]
-TABLES: dict[str, Table] = {
-    "FluxTransformer2DModel": {"transformer_blocks.*": JOINT, "single_transformer_blocks.*": JOINT},
-    "WanTransformer3DModel": {f"blocks.{path}": plan for path, plan in CROSS.items()},
-    "SD3Transformer2DModel": {
-        "transformer_blocks.0": {HIDDEN: TOKENS, ENCODER: TOKENS},
-        "transformer_blocks.*": ModulePlan(attention=(HIDDEN, ENCODER)),
-        "transformer_blocks.*.attn2": ModulePlan(attention=(HIDDEN,)),
-        **GATHERED,
-    },
-    "PixArtTransformer2DModel": {
-        "transformer_blocks.0": {HIDDEN: TOKENS},
-        **{f"transformer_blocks.{path}": plan for path, plan in CROSS.items()},
-        **GATHERED,
-    },
-    "HunyuanDiT2DModel": {
-        "blocks.0": {HIDDEN: TOKENS},
-        "blocks.*": ModulePlan(inputs={"image_rotary_emb": ROPE}, attention=(HIDDEN,)),
-        "blocks.*.attn2": ModulePlan(attention=()),
-        **GATHERED,
-    },
-}
+BLOCKS = ("transformer_blocks", "single_transformer_blocks", "blocks")  # diffusers' names for lists of blocks
 
 
-def table_of(module: nn.Module) -> Table:
-    """Return the plan for stages of a module of diffusers. Raises PlanError: there is none for its class."""
-    name = type(module).__name__
-    if name not in TABLES:
+def staged_table(module: nn.Module) -> Table:
+    """Return a module's own table, which also names its blocks. Raises PlanError: its class is not known to run in stages."""
+    found = known(module)
+    if found is None or not found.staged:
+        others = ", ".join(name for name, each in CLASSES.items() if each.staged)
         raise PlanError(
-            f"{name} has no plan for pipefusion_degree; {', '.join(TABLES)} have. Pass a plan, or leave the degree at 1."
+            f"{type(module).__name__} has no plan for pipefusion_degree; {others} have. Pass a plan, or leave the degree at 1."
         )
-    optional = {} if any(path.endswith(".attn2") for path, _ in module.named_modules()) else {"transformer_blocks.*.attn2"}
-    return {**(own_table(module) or {}), **{path: plan for path, plan in TABLES[name].items() if path not in optional}}
+    table = own_table(module) or {}
+    blocks = {f"{name}.*": ModulePlan() for name in BLOCKS if hasattr(module, name)}
+    return {**table, **{path: plan for path, plan in blocks.items() if path not in table}}
 
 
 class StagedCalls(ShardedCalls):

@@ -1,7 +1,7 @@
 """Plans in diffusers' form: `{module path: {argument or output index: ContextParallelInput} | ContextParallelOutput}`.
 
 They name no streams. Here every split argument becomes a stream of its own, named after the argument. A single stream attends to
-itself. Of several, the arguments of diffusers' attention modules tell whose keys they use, and `JOINED` the order in which a class
+itself. Of several, the arguments of diffusers' attention modules tell whose keys they use, and `known` the order in which a class
 joins them. For any other class with several streams, a `ModulePlan` in the table says it.
 """
 
@@ -18,69 +18,10 @@ from ..engine.state import AttentionStreams
 from ..engine.transforms import ContextParallelInput, ContextParallelOutput
 from ..errors import PlanError
 from ..nested import rebuild
+from .known import ENCODER, HIDDEN, known
 
 NAMED = ("the plan: ", "Correct the plan.")  # prefix and remedy if a module is missing
 TOKENS = (None, 3)  # `expected_dims` of what may be tokens
-# What plans of diffusers leave unsaid: unless they split this argument, these modules attend to tokens that all ranks hold whole.
-# LTX-2's plan splits the video; audio, and the text for it, are whole.
-WHOLE = {
-    "LTX2VideoTransformer3DModel": ("audio_hidden_states", ("transformer_blocks.*.audio_attn1", "transformer_blocks.*.audio_attn2"))
-}
-HIDDEN, ENCODER = "hidden_states", "encoder_hidden_states"  # diffusers' names: image or video tokens, text tokens
-_TEXT_FIRST, _IMAGE_FIRST, _APART = (ENCODER, HIDDEN), (HIDDEN, ENCODER), ()
-# The order in which classes of diffusers join their streams for attention; none: text is attended to apart, by cross-attention.
-JOINED: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(
-        (
-            "FluxTransformer2DModel",
-            "Flux2Transformer2DModel",
-            "QwenImageTransformer2DModel",
-            "CogVideoXTransformer3DModel",
-        ),
-        _TEXT_FIRST,
-    ),
-    **dict.fromkeys(
-        (
-            "SD3Transformer2DModel",
-            "HunyuanVideoTransformer3DModel",
-            "HunyuanVideo15Transformer3DModel",
-            "HunyuanImageTransformer2DModel",
-        ),
-        _IMAGE_FIRST,
-    ),
-    **dict.fromkeys(
-        (
-            "WanTransformer3DModel",
-            "ChronoEditTransformer3DModel",
-            "HeliosTransformer3DModel",
-            "LTXVideoTransformer3DModel",
-            "LTX2VideoTransformer3DModel",
-            "MiniMaxH3Transformer3DModel",
-        ),
-        _APART,
-    ),
-}
-
-
-def own_table(module: nn.Module) -> Mapping[str, Any] | None:
-    """Return diffusers' table for a module, completed by what it leaves unsaid; None if there is none."""
-    table: Mapping[str, Any] | None = getattr(module, "_cp_plan", None)
-    argument, paths = WHOLE.get(type(module).__name__, ("", ()))
-    if not table or argument in table.get("", {}):
-        return table
-    return {**dict.fromkeys(paths, ModulePlan(attention=())), **table}
-
-
-def is_proven(module: nn.Module, plan: object) -> bool:
-    """Return whether a plan, None for the module's own, is that of diffusers for a class in `JOINED`, which tests compare with one
-    process."""
-    return plan is None and _order(module) is not None and "_cp_plan" not in vars(module)
-
-
-def _order(module: nn.Module) -> tuple[str, ...] | None:
-    """Return the order in `JOINED` of a class, or of the class that it is made from with the same forward, as FSDP2 makes one."""
-    classes = (cls for cls in type(module).__mro__ if getattr(cls, "forward", None) is type(module).forward)
-    return next((JOINED[cls.__name__] for cls in classes if cls.__name__ in JOINED), None)
 
 
 def plan_from_table(module: nn.Module, table: Mapping[str, Any]) -> ShardingPlan:
@@ -103,7 +44,8 @@ def plan_from_table(module: nn.Module, table: Mapping[str, Any]) -> ShardingPlan
         modules = {path: _with_streams(path, plan) for path, plan in modules.items()}
         streams = _streams(_items_and_outputs(modules))
     named = {*streams, *(name for split in _arguments(modules) for name in split.streams or ())}
-    order = _order(module)
+    found = known(module)
+    order = None if found is None else found.order
     if order is None and len(streams) > 1 and not any(plan.attention is not None for plan in modules.values()):
         raise PlanError(
             f"the plan splits {' and '.join(streams)}, and does not say in which order {type(module).__name__} joins them for "

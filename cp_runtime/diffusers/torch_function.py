@@ -52,7 +52,8 @@ class SharedAttention(TorchFunctionMode):
         counted = torch.stack([own.double() * values.numel(), own.new_tensor(values.numel(), dtype=torch.float64)])[None]
         (rows,) = self._call.mesh.whole.all_gather([counted], [1] * self._call.mesh.size, 0)
         total, count = rows.sum(0)
-        return (total / count).to(own.dtype)
+        mean: Tensor = (total / count).to(own.dtype)
+        return mean
 
     @not_compiled
     def _attention(

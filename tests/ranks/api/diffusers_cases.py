@@ -82,7 +82,7 @@ def ltx(batch: int = 1, frames: int = 3, height: int = 4, width: int = 5, text: 
 def ltx_2(batch: int = 1, audio: int = 5, **extra: Any) -> dict[str, Any]:
     call = ltx(batch)
     del call["rope_interpolation_scale"]
-    # Without attention between video and audio: its positions are not in diffusers' plan, so diffusers cannot shard it either.
+    # Without attention between video and audio, unless `isolate_modalities` is False, as in its pipelines.
     call.update(
         audio_hidden_states=normal(batch, audio, 12), audio_encoder_hidden_states=normal(batch, 6, 24), audio_num_frames=audio,
         encoder_attention_mask=torch.ones(batch, 7), audio_encoder_attention_mask=torch.ones(batch, 6), isolate_modalities=True,
@@ -249,6 +249,10 @@ CASES = [
         lambda: ltx(batch=2, text=61, encoder_attention_mask=padding(30, 50, length=61)), LTX_MASK),
     Case("ltx 3 heads mask", "ltx 3 heads", lambda: ltx(encoder_attention_mask=padding(5, length=7)), LTX_MASK),
     Case("ltx 2", "ltx 2", ltx_2),
+    Case("ltx 2 with audio", "ltx 2", lambda: ltx_2(isolate_modalities=False)),
+    Case("ltx 2 with audio batch 2 token timesteps", "ltx 2",
+        lambda: ltx_2(batch=2, audio=4, isolate_modalities=False, timestep=token_timesteps(2, 60),
+            audio_timestep=torch.linspace(300.0, 900.0, 2), encoder_attention_mask=padding(3, 6, length=7)), LTX_MASK),
     Case("ltx 2 mask batch 2", "ltx 2", lambda: ltx_2(batch=2, encoder_attention_mask=padding(3, 6, length=7)), LTX_MASK),
     Case("chronoedit", "chronoedit", wan_i2v),
     Case("chronoedit two frames batch 2", "chronoedit", lambda: wan_i2v(batch=2, frames=2, height=6, width=6)),

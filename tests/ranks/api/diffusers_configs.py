@@ -80,7 +80,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "chronoedit": ("ChronoEditTransformer3DModel", WAN_I2V),
     "helios": ("HeliosTransformer3DModel", HELIOS),
     "minimax h3": ("MiniMaxH3Transformer3DModel", MINIMAX),
-    # Without a plan of diffusers: see diffusers_models.PLANS.
+    # Without a plan of diffusers: see cp_runtime/diffusers/known.py.
     "flux ip adapter": ("FluxTransformer2DModel", FLUX),
     "hunyuan video": ("HunyuanVideoTransformer3DModel", dict(HUNYUAN, pooled_projection_dim=12)),
     "hunyuan image": ("HunyuanImageTransformer2DModel", dict(HUNYUAN, patch_size=(1, 1), rope_axes_dim=(6, 6))),

@@ -69,33 +69,9 @@ class _ImageProjection(nn.Module):
         return [self.projection(each) for each in embeds]
 
 
-TOKENS, GATHERED = ContextParallelInput(1, 3), {"proj_out": ContextParallelOutput(1, 3)}
-JOINT = {"transformer_blocks.0": {"hidden_states": TOKENS, "encoder_hidden_states": TOKENS}, **GATHERED}
-ROPE = {"rope": {i: ContextParallelInput(0, 2, split_output=True) for i in (0, 1)}}
+TOKENS = ContextParallelInput(1, 3)
 WAN_ROPE = {"rope": {i: ContextParallelInput(1, 4, split_output=True) for i in (0, 1)}}
 OF_HIDDEN = ("hidden_states",)
-# What a user writes for a class that diffusers has no plan for.
-PLANS: dict[str, dict[str, Any]] = {
-    "HunyuanVideoTransformer3DModel": {**JOINT, **ROPE},
-    "HunyuanImageTransformer2DModel": {**JOINT, **ROPE},
-    "HunyuanVideo15Transformer3DModel": {**JOINT, **ROPE, "transformer_blocks.*": {"attention_mask": ContextParallelInput(1, 2)}},
-    "SD3Transformer2DModel": JOINT,
-    "CogVideoXTransformer3DModel": JOINT,
-    "PixArtTransformer2DModel": {"transformer_blocks.0": {"hidden_states": TOKENS}, **GATHERED},
-    "WanVACETransformer3DModel": {
-        **WAN_ROPE,
-        "vace_blocks.0": {"hidden_states": TOKENS, "control_hidden_states": ContextParallelInput(1, 3, streams=OF_HIDDEN)},
-        "blocks.0": {"hidden_states": TOKENS},
-        **GATHERED,
-    },
-    "SkyReelsV2Transformer3DModel": {**WAN_ROPE, "blocks.0": {"hidden_states": TOKENS}, **GATHERED},
-    # Text and image are joint before the layers. The refiners in front of them run whole on every rank.
-    "Lumina2Transformer2DModel": {
-        "layers.0": {"hidden_states": TOKENS},
-        "layers.*": {"image_rotary_emb": ContextParallelInput(1, 3, streams=OF_HIDDEN, side=True)},
-        "norm_out": ContextParallelOutput(1, 3),
-    },
-}
 
 
 def plan_of(model: nn.Module) -> dict[str, Any] | None:
@@ -105,7 +81,7 @@ def plan_of(model: nn.Module) -> dict[str, Any] | None:
     """
     names = {name for name, _ in model.named_modules()}
     if model._cp_plan is None:
-        return PLANS[type(model).__name__]
+        return None
     plan = {path: entry for path, entry in model._cp_plan.items() if "*" in path or path in names}
     return None if plan.keys() == model._cp_plan.keys() else plan
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from diffusers_cases import MODES, degrees, flux, hunyuan, ltx_2, normal
-from diffusers_models import ANYTHING, TOKENS, build, close, fill, fingerprint, forward, plan_of, refused, relative, sharded
+from diffusers_models import ANYTHING, TOKENS, build, close, fill, fingerprint, forward, refused, relative, sharded
 from own_modules import (
     Computed,
     OwnAttention,
@@ -114,7 +114,7 @@ def out_of_reach(rank: int, world: int) -> None:
 def text_left_out(rank: int, world: int) -> None:
     """A table that splits the image and not the text that attends with it, and one that keeps the text whole as a stream."""
     model, inputs = build("hunyuan video"), hunyuan(2, valid=(7, 2))
-    rope, proj_out = plan_of(model)["rope"], ContextParallelOutput(1, 3)
+    rope, proj_out = {i: ContextParallelInput(0, 2, split_output=True) for i in (0, 1)}, ContextParallelOutput(1, 3)
     one = {"rope": rope, "transformer_blocks.0": {"hidden_states": TOKENS}, "proj_out": proj_out}
     refused(lambda: sharded(model, world, one, inputs, verify="never"), "keys does not fit the tokens of rank", "attention=()")
     text = ContextParallelInput(1, 3, streams=("encoder_hidden_states",), replicated=True)
