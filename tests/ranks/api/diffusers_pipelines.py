@@ -61,6 +61,9 @@ def load(name: str) -> Any:
     return pipe
 
 
+def arguments(name: str) -> dict[str, Any]:
+    return {"num_inference_steps": 2, "output_type": "latent", **PIPELINES[name][2]}
+
+
 def run(name: str, pipe: Any) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return pipe(num_inference_steps=2, generator=generator, output_type="latent", return_dict=False, **PIPELINES[name][2])[0]
+    return pipe(generator=torch.Generator().manual_seed(0), return_dict=False, **arguments(name))[0]
