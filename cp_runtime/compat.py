@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -219,15 +220,24 @@ def compiler_counts() -> dict[str, int]:
     return {"graphs": counters["stats"]["unique_graphs"], "breaks": sum(counters["graph_break"].values())}
 
 
+# torch 2.7 and newer put it into the error for `fullgraph=True`.
+_REASON: dict[str, Any] = {}
+if "reason" in inspect.signature(torch.compiler.disable).parameters:
+    _REASON["reason"] = (
+        "context parallelism splits and gathers tokens outside of graphs, so the whole model is not one; "
+        "model.compile_repeated_blocks(fullgraph=True) is"
+    )
+
+
 def not_compiled(function: Function) -> Function:
     """Keep a function, and everything it calls, out of the graphs of `torch.compile`."""
-    left_out: Function = torch.compiler.disable(function)
+    left_out: Function = torch.compiler.disable(function, **_REASON)
     return left_out
 
 
 def not_compiled_itself(function: Function) -> Function:
     """Keep a function out of the graphs of `torch.compile`, but not what it calls."""
-    left_out: Function = torch.compiler.disable(function, recursive=False)
+    left_out: Function = torch.compiler.disable(function, recursive=False, **_REASON)
     return left_out
 
 

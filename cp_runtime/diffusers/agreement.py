@@ -8,6 +8,7 @@ import json
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -129,12 +130,7 @@ def in_step(run: Callable[[Callable[[], None]], Result], group: RankGroup) -> Re
     `run` gets a function to call before the ranks exchange something: they ask each other whether all have got there, so that none
     waits for one that has not. A collective of a number.
     """
-
-    @not_compiled
-    def ask(error: Exception | None = None) -> None:
-        if group.largest(torch.tensor([float(error is not None)], device=group.device)).item():
-            agree(error, group)
-
+    ask = partial(_ask, group)
     try:
         out = run(ask)
         ask()
@@ -145,6 +141,12 @@ def in_step(run: Callable[[Callable[[], None]], Result], group: RankGroup) -> Re
             ask(error)
         raise
     return out
+
+
+@not_compiled
+def _ask(group: RankGroup, error: Exception | None = None) -> None:
+    if group.largest(torch.tensor([float(error is not None)], device=group.device)).item():
+        agree(error, group)
 
 
 def device_of(values: Any) -> torch.device:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..compat import attention_backend_of, not_compiled_itself
+from ..compat import attention_backend_of, not_compiled, not_compiled_itself
+from ..engine.attention.opaque import serving
 from ..engine.hooks import InstalledPlan
 from ..engine.plan import ModulePlan, ShardingPlan, argument_names
 from ..engine.ranks.config import ContextParallelConfig
@@ -32,17 +33,22 @@ REACHED_BACKENDS = {"native", "_native_cudnn", "_native_efficient", "_native_fla
 _RUNNING = threading.RLock()
 
 
-@contextmanager
-def one_at_a_time(module: nn.Module) -> Iterator[None]:
-    """Run a call over the ranks. Raises PlanError: another thread runs one, in whose messages this one's would come."""
-    if not _RUNNING.acquire(blocking=False):
-        raise PlanError(
-            f"{type(module).__name__} was called while another call over the ranks runs in another thread: ranks compute calls one "
-            "by one, in the same order. Call one after the other."
-        )
-    try:
-        yield
-    finally:
+class Turn:
+    """One call over the ranks at a time. Raises PlanError: another thread runs one, in whose messages this one's would come."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._name = type(module).__name__
+
+    @not_compiled
+    def __enter__(self) -> None:
+        if not _RUNNING.acquire(blocking=False):
+            raise PlanError(
+                f"{self._name} was called while another call over the ranks runs in another thread: ranks compute one call at a "
+                "time, in the same order. Call one after the other."
+            )
+
+    @not_compiled
+    def __exit__(self, *_: object) -> None:
         _RUNNING.release()
 
 
@@ -68,7 +74,7 @@ class ShardedCalls:
         module = installed.model
         self._module, self._stock, self._installed = module, module.forward, installed
         self._config, self._mesh, self._weights = config, mesh, weights
-        self._check_inputs, self._verify = check_inputs, verify
+        self._check_inputs, self._verify, self._turn = check_inputs, verify, Turn(module)
         self._processors = [inner for inner in module.modules() if hasattr(inner, "processor")]
         self._names, self._whole = argument_names(module), for_all_items(module, installed.plan.modules.get(""))
         self._forms: set[object] = set()
@@ -79,7 +85,7 @@ class ShardedCalls:
     @not_compiled_itself
     def __call__(self, called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call. `called`: the module, or a copy of it, which is refused."""
-        with one_at_a_time(self._module):
+        with self._turn:
             return self._call(called, args, kwargs)
 
     @not_compiled_itself
@@ -127,7 +133,11 @@ class ShardedCalls:
         if share is not None:
             args, kwargs = share.take_call(args, kwargs, self._names, self._whole)
         installed = self._installed
-        with installed.call(sequence, lambda shape: degrees, weights=self._weights) as call, SharedAttention(call):
+        with (
+            installed.call(sequence, lambda shape: degrees, weights=self._weights) as call,
+            SharedAttention(call) as shared,
+            serving(shared.answer),
+        ):
             call.ask, call.expects_attention = ask, ask is not None  # what is cached later does not attend
             out = installed.forward(self._stock, *args, **kwargs)
         if share is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,12 +11,16 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ..compat import fused_attention_functions, not_compiled
+from ..engine.attention.opaque import COMPILING, attention
 from ..engine.call import RunningCall
+from ..engine.hooks import from_text
 from ..engine.state import AttentionStreams
 from ..errors import PlanError
 
 FUSED = fused_attention_functions()
 MEANS = {torch.mean, Tensor.mean}
+# Methods of tensors that are written in Python call `super()`, which torch's compiler does not trace below a mode.
+TRACED_AS = {Tensor.unflatten: torch.unflatten, Tensor.split: torch.split, Tensor.norm: torch.norm}
 REMEDY = (
     "Say in the plan what the module attends to, in joint order: {path of the module: ModulePlan(attention=(...))}; attention=() "
     "where keys and values are whole on every rank."
@@ -28,19 +32,23 @@ class SharedAttention(TorchFunctionMode):
 
     def __init__(self, call: RunningCall) -> None:
         super().__init__()
-        self._call = call
+        self._call, self._answering = call, False
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self._answering:
+            return func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
-            return self._attention(*args, **kwargs)
+            return (_traced if torch.compiler.is_compiling() else self._attention)(*args, **kwargs)
         if func in FUSED and not self._call.attention_is_local:
             raise PlanError(
                 f"{func.__name__} (nn.MultiheadAttention, nn.TransformerEncoderLayer) attends out of reach. Use a module that "
                 "calls scaled_dot_product_attention, or say that keys and values are replicated: ModulePlan(attention=())."
             )
+        if torch.compiler.is_compiling():
+            return TRACED_AS.get(func, func)(*args, **kwargs)
         out = func(*args, **kwargs)
         if func in MEANS and out.ndim == 0 and self._call.state.lengths and self._call.mesh.size > 1:
             return self._mean(out, args[0] if args else kwargs["input"])
@@ -68,35 +76,74 @@ class SharedAttention(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        streams = self._streams(query, key)
-        if not streams[1]:
-            return F.scaled_dot_product_attention(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
-        if query.ndim != 4 or dropout_p or (attn_mask is not None and is_causal):
-            raise PlanError(
-                f"scaled_dot_product_attention with a query of {tuple(query.shape)}, dropout_p={dropout_p}, is_causal={is_causal}: "
-                "shared attention takes [batch, heads, tokens, channels], no dropout, and a mask or is_causal. Put the model in "
-                "eval mode."
-            )
-        q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
-        out = self._call.attend(q, k, v, mask=attn_mask, scale=scale, causal=is_causal, streams=streams, own_masks=True)
-        return out.transpose(1, 2)
+        q, k, v = (tensor.transpose(-3, -2) for tensor in (query, key, value))
+        of = self._call.scope
+        out = self._attend(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa, of.name, of.streams)
+        return out.transpose(-3, -2)
 
-    def _streams(self, query: Tensor, key: Tensor) -> AttentionStreams:
-        """Return the streams of queries and keys; none of keys where every rank has all of them.
+    def answer(
+        self,
+        q_BLHD: Tensor,
+        k_BLKD: Tensor,
+        v_BLKD: Tensor,
+        mask: Tensor | None,
+        *,
+        backend: str,
+        scale: float | None,
+        precision: torch.dtype | None,
+        grouped: bool,
+        low_precision: bool,
+        local: bool,
+    ) -> Tensor:
+        """Attend for compiled code: see `opaque.attention`. `low_precision`: it is causal."""
+        scope = self._call.scope
+        name, streams = from_text(backend) if backend and scope.derived else (scope.name, scope.streams)
+        self._answering = True
+        try:
+            return self._attend(q_BLHD, k_BLKD, v_BLKD, mask, 0.0, low_precision, scale, grouped, name, streams)
+        finally:
+            self._answering = False
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        dropout: float,
+        causal: bool,
+        scale: float | None,
+        grouped: bool,
+        name: str,
+        candidates: Sequence[AttentionStreams],
+    ) -> Tensor:
+        """Attend with tensors `[..., tokens, heads, channels]`. `name`, `candidates`: of the scope."""
+        streams = self._streams(q.shape[-3], k.shape[-3], name or "the model", candidates)
+        if not streams[1]:
+            q, k, v = (tensor.transpose(-3, -2) for tensor in (q, k, v))
+            out = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=scale, enable_gqa=grouped)
+            return out.transpose(-3, -2)
+        if q.ndim != 4 or dropout or (mask is not None and causal):
+            raise PlanError(
+                f"scaled_dot_product_attention with a query of {q.ndim} dimensions, dropout_p={dropout}, is_causal={causal}: "
+                "shared attention takes [batch, heads, tokens, channels], no dropout, and a mask or is_causal. Call model.eval()."
+            )
+        return self._call.attend(q, k, v, mask=mask, scale=scale, causal=causal, streams=streams, own_masks=True)
+
+    def _streams(self, queries: int, keys: int, name: str, candidates: Sequence[AttentionStreams]) -> AttentionStreams:
+        """Return the streams of queries and keys, given their numbers; none of keys where every rank has all of them.
 
         Raises:
             PlanError: the plan does not say what the attention is over, or says something else.
         """
         call, scope, state = self._call, self._call.scope, self._call.state
-        name, numbers = scope.name or "the model", (query.shape[-2], key.shape[-2])
-        if call.attention_is_local:
-            if state.lengths and state.world_size > 1 and (scope.streams or not scope.said):
-                unknown = dict.fromkeys(sum((q + k for q, k in scope.streams), ())).keys() - state.lengths.keys()
+        known = [pair for pair in candidates if call.knows(pair)]
+        if not known or not call.shares:
+            if state.lengths and state.world_size > 1 and (candidates or not scope.said):
+                unknown = dict.fromkeys(sum((q + k for q, k in candidates), ())).keys() - state.lengths.keys()
                 what = f"names {' and '.join(unknown)}, of which nothing was split" if unknown else "does not say what it is over"
                 raise PlanError(
-                    f"{name}: attention over {numbers[1]} keys beside split tokens, and the plan {what}. Streams of this call: "
+                    f"{name}: attention over {keys} keys beside split tokens, and the plan {what}. Streams of this call: "
                     f"{', '.join(state.lengths)}. {REMEDY}"
                 )
             return (), ()
@@ -104,12 +151,28 @@ class SharedAttention(TorchFunctionMode):
         def held(streams: tuple[str, ...]) -> int:
             return state.layout(streams).local_lengths[state.rank]
 
-        known = [pair for pair in scope.streams if call.knows(pair)]
-        fitting = [(q, k) for q, k in known if held(q) == numbers[0] and (not k or held(k) == numbers[1])]
+        fitting = [(q, k) for q, k in known if held(q) == queries and (not k or held(k) == keys)]
         if not fitting:
             own = ", ".join(f"{stream} {held((stream,))}" for stream in state.lengths)
             raise PlanError(
-                f"{name}: attention of {numbers[0]} queries over {numbers[1]} keys does not fit the tokens of rank {state.rank} "
+                f"{name}: attention of {queries} queries over {keys} keys does not fit the tokens of rank {state.rank} "
                 f"({own}). {REMEDY}"
             )
         return fitting[0]
+
+
+def _traced(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attend in traced code, by one operator."""
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    scope = COMPILING.scopes[-1] if COMPILING.scopes else ""
+    return attention(q, k, v, attn_mask, scope, scale, None, enable_gqa, is_causal, False).transpose(1, 2)

@@ -14,7 +14,7 @@ from ..engine.ranks.mesh import SequenceMesh
 from ..engine.rows.plan import RowPlan, run_on_rows
 from ..errors import PlanError
 from . import agreement
-from .calls import one_at_a_time
+from .calls import Turn
 
 _MODULE = "diffusers.models.autoencoders."
 
@@ -69,7 +69,7 @@ class SplitVAE:
             if self._check_inputs or not checked:  # only `x`: a video VAE's cache of earlier frames is each rank's own
                 agreement.check_inputs(type(part).__name__, stock, mesh.whole, (part, x), {}, None)
             checked = True
-            with one_at_a_time(part):
+            with Turn(part):
                 out = run_on_rows(part, plan, lambda rows: stock(part, rows, *args, **kwargs), x, mesh=mesh, ratio=ratio)
             if out is None:
                 raise PlanError(f"rank {mesh.rank} returned no rows; this is a bug, please report it")

@@ -80,9 +80,14 @@ class RunningCall:
         self.expects_attention = True
 
     @property
+    def shares(self) -> bool:
+        """Whether tokens may be on several ranks."""
+        return self.mesh.size > 1
+
+    @property
     def attention_is_local(self) -> bool:
         """Whether attention at this point of the forward needs no communication."""
-        return self.mesh.size == 1 or not any(map(self.knows, self.scope.streams))
+        return not (self.shares and any(map(self.knows, self.scope.streams)))
 
     def enter_module(self, name: str, plan: ModulePlan) -> None:
         if self._on_module is not None:

@@ -18,6 +18,7 @@ from .call import Planner, RunningCall
 from .plan import AttentionRule, ModulePlan, ShardingPlan, argument_names, find_modules, method_of
 from .ranks.mesh import SequenceMesh
 from .ranks.profiling import trace_range
+from .state import AttentionStreams
 from .transforms import ContextParallelInput, ContextParallelOutput, Transform
 from .weights.sharded import ShardedWeights
 
@@ -65,7 +66,7 @@ class InstalledPlan(Generic[PlanT]):
             for name, module in model.named_modules():
                 rule = plan.attention_rule(module)
                 if rule is not None and module not in with_attention:
-                    self._hook(module, partial(_enter_attention, name, rule), partial(_leave_attention, name))
+                    self._hook_attention(name, module, rule)
         for path, outputs in plan.outputs.items():
             each = [outputs] if isinstance(outputs, ContextParallelOutput) else list(outputs)
             for name, module in find_modules(model, path):
@@ -136,8 +137,8 @@ class InstalledPlan(Generic[PlanT]):
             self._undo.append(_hook_method(module, method, enter, leave))
             return
         if module is self.model:
-            self._enter_model += [enter] if enter else []
-            self._leave_model[:0] = [leave] if leave else []
+            self._enter_model += [not_compiled(enter)] if enter else []
+            self._leave_model[:0] = [not_compiled(leave)] if leave else []
             return
         # Not compiled, because they communicate with other ranks.
         if enter is not None:
@@ -145,6 +146,27 @@ class InstalledPlan(Generic[PlanT]):
         if leave is not None:
             # In front of existing hooks: what was entered last is left first, and other hooks see whole outputs.
             self._undo.append(module.register_forward_hook(not_compiled(leave), prepend=True).remove)
+
+    def _hook_attention(self, name: str, module: nn.Module, rule: AttentionRule) -> None:
+        """Run a rule before a module. Traced code must not look at the call: there the rule's result goes with the operator."""
+        names = argument_names(module)
+        enter = not_compiled(self._in_call(partial(_enter_attention, name, rule)))
+        leave = not_compiled(self._in_call(partial(_leave_attention, name)))
+
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if torch.compiler.is_compiling():
+                COMPILING.scopes.append(in_text(name, rule({**dict(zip(names, args, strict=False)), **kwargs})))
+            else:
+                enter(module, args, kwargs)
+
+        def after(*given: Any) -> None:
+            if torch.compiler.is_compiling():
+                COMPILING.scopes.pop()
+            else:
+                leave(*given)
+
+        self._undo.append(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+        self._undo.append(module.register_forward_hook(after, prepend=True).remove)
 
     def _in_call(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         def run(*given: Any) -> Any:
@@ -165,6 +187,19 @@ class InstalledPlan(Generic[PlanT]):
             self.current.enter_scope(())
         elif self.current is not None:
             self.current.leave_scope()
+
+
+def in_text(name: str, streams: Sequence[AttentionStreams]) -> str:
+    """Return a scope as text, which an operator takes."""
+    pairs = ["+".join(queries) + ">" + "+".join(keys) for queries, keys in streams]
+    return name + "|" + ";".join(pairs)
+
+
+def from_text(text: str) -> tuple[str, list[AttentionStreams]]:
+    """Return the name and the streams that `in_text` was given."""
+    name, _, pairs = text.rpartition("|")
+    split = [pair.partition(">")[::2] for pair in pairs.split(";") if pair]
+    return name, [(tuple(filter(None, queries.split("+"))), tuple(filter(None, keys.split("+")))) for queries, keys in split]
 
 
 def _enter_module(

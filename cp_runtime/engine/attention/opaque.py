@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +28,13 @@ class CompileContext:
         in_block: a compiled block runs, or is being compiled.
         local: depth in modules whose attention is local by the plan; 0 outside of them, and whenever nothing is compiled.
         layers: of the block that runs, those that are operators (`opaque_layers`).
+        scopes: names of the attending modules around, and what a plan or rule says of them (`hooks`).
     """
 
     in_block: bool = False
     local: int = 0
     layers: Sequence[nn.Module] = ()
+    scopes: list[str] = field(default_factory=list)
 
 
 COMPILING = CompileContext()
@@ -67,7 +69,7 @@ def attention(
     Args:
         q, k, v: `[B, L, H, D]`, `[B, S, K, D]`, `[B, S, K, E]`.
         mask: additive or boolean, with as many dimensions as the model gives it.
-        backend: name of the attention function that the model asked for.
+        backend: name of the attention function that the model asked for, or of the scope that it is in.
         scale: factor for the scores; None = 1 / sqrt(D).
         precision: least precision of the scores.
         grouped: K divides H, and each key serves H/K heads.

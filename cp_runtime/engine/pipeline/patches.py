@@ -72,8 +72,8 @@ class PatchCall(StagedCall):
         self._patch, self._kept, self._gathers = range(patch * size, (patch + 1) * size), kept, 0
 
     @property
-    def attention_is_local(self) -> bool:
-        return not any(map(self.knows, self.scope.streams))
+    def shares(self) -> bool:
+        return True
 
     def _over_all(self, q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, **settings: Any) -> Tensor:
         """Attend from this patch's tokens to all that are kept."""

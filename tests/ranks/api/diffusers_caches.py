@@ -1,13 +1,14 @@
-"""diffusers' step caches on a model that is context parallel. Each check runs on every rank."""
+"""diffusers' step caches and compiled blocks on a model that is context parallel. Each check runs on every rank."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import diffusers
 import torch
 from diffusers.hooks import apply_first_block_cache
 from diffusers_cases import MODES, degrees, flux, ltx, normal, qwen, wan
-from diffusers_models import ANYTHING, close, forward, model_of, relative
+from diffusers_models import ANYTHING, build, close, forward, model_of, relative
 from support.faults import SOAK
 from torch import Tensor, nn
 
@@ -96,3 +97,22 @@ def caches(rank: int, world: int) -> None:
                 if before:
                     _disable(model)
     assert idle == [("wan t2v", "taylor"), ("ltx", "taylor")], idle
+
+
+def compiled(rank: int, world: int) -> None:
+    """Blocks compile without a graph break, before applying and after; the whole model breaks where tokens are gathered."""
+    counters = torch._dynamo.utils.counters
+    for turn, (name, make) in enumerate(INPUTS.items() if SOAK else [("flux", flux), ("wan t2v", wan)]):
+        for whole, before in [(False, bool(turn % 2)), *([(False, not turn % 2), (True, False)] if SOAK else [])]:
+            torch._dynamo.reset()
+            counters.clear()
+            model, inputs = build(name), make()
+            expected = forward(model, inputs)
+            compiling = model.compile if whole else partial(model.compile_repeated_blocks, fullgraph=True)
+            config = ContextParallelConfig(ulysses_degree=world, **ANYTHING)
+            for step in (apply_context_parallel, compiling)[:: -1 if before else 1]:
+                step(model, config) if step is apply_context_parallel else step(backend="eager")
+            for _ in range(2):
+                close(relative(forward(model, inputs), expected), (name, whole, before))
+            assert counters["stats"]["unique_graphs"] >= 2, counters
+            assert sum(counters["graph_break"].values()) <= whole, counters

@@ -326,7 +326,7 @@ CHECKS = (
 # What is refused, and with which words, is the same on any number of ranks.
 ON_TWO_RANKS = (
     "applied_twice", "degrees_that_do_not_fit", "wrong_plans", "gradients", "unknown_tokens", "not_gathered", "backends",
-    "plans_that_say_too_little", "streams_in_no_order", "caches", "errors_of_one_rank",
+    "plans_that_say_too_little", "streams_in_no_order", "caches", "compiled", "errors_of_one_rank",
 )  # fmt: skip
 ON_TWO_AXES = ("configs", "meshes", "other_ways", "batch_axis", "batch_axis_alone", "fsdp")
 
