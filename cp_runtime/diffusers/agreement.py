@@ -1,4 +1,4 @@
-"""Check that all ranks compute the same: their arguments, and their output against the module in one process."""
+"""Check that arguments are the same on all ranks, and that the output equals that of the module in one process."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def check_inputs(
 
 
 def digest(value: Any) -> int:
-    """Hash a value to a number that is the same in every process, and almost certainly another one for another value."""
+    """Hash a value to a number that is the same in every process, and almost certainly differs for another value."""
     if isinstance(value, Tensor):
         return _mixed(str(value.dtype), tuple(value.shape), _sum_of(value))
     if isinstance(value, (list, tuple)):
@@ -148,12 +148,11 @@ def in_step(run: Callable[[Callable[[], None]], Result], group: RankGroup) -> Re
 
 
 def device_of(values: Any) -> torch.device:
-    """Return the device of the first tensor in nested values; the CPU if there is none."""
     return next((tensor.device for tensor in tensors(values)), torch.device("cpu"))
 
 
 def expected_output(forward: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Return what the module's own forward returns in one process, outside of any sharded call."""
+    """Run the module's forward in one process, outside of any sharded call; return its tensors."""
     copies = map_tensors([args, dict(kwargs)], Tensor.clone)  # a model may modify its inputs
     return list(tensors(forward(*copies[0], **copies[1])))
 

@@ -24,8 +24,6 @@ REMEDY = (
 
 
 class SharedAttention(TorchFunctionMode):
-    """While active, shares attention over all ranks where the call needs it."""
-
     def __init__(self, call: RunningCall) -> None:
         super().__init__()
         self._call = call

@@ -27,7 +27,6 @@ VAES: Mapping[str, Callable[[Any], int]] = {
 
 
 def is_vae(module: nn.Module) -> bool:
-    """Return whether the rows of a module's pictures can be split."""
     return _class_name(module) in VAES
 
 
