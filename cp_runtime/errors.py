@@ -35,13 +35,7 @@ class UnsupportedError(ContextParallelError):
 
 
 class CompileError(ContextParallelError):
-    """The compiler cannot compile a block of the model.
-
-    Args:
-        block: class of the block.
-        backend: backend of `torch.compile`.
-        cause: the compiler's message, one line.
-    """
+    """The compiler cannot compile a block of the model, of the class `block`. `cause`: the compiler's message, one line."""
 
     def __init__(self, block: str, backend: str, cause: str) -> None:
         self.block = block
@@ -68,11 +62,7 @@ class PoolError(ContextParallelError):
 
 
 class PoolTimeout(PoolError):
-    """The workers did not answer within their deadline.
-
-    Args:
-        rank: the one that the others wait for; None = unknown.
-    """
+    """The workers did not answer within their deadline. `rank`: the one that the others wait for; None = unknown."""
 
     def __init__(self, message: str, rank: int | None = None) -> None:
         self.rank = rank
@@ -80,13 +70,10 @@ class PoolTimeout(PoolError):
 
 
 class RankError(PoolError):
-    """A worker rank failed.
+    """A worker rank failed: the first one, if several did.
 
     Args:
-        rank: the rank that failed first.
-        pid: its process id.
         kind: name of the exception type on that rank, or of the signal that ended it.
-        message: its message.
         trace: its traceback, empty where the process died without one.
     """
 

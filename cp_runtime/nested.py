@@ -37,8 +37,7 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def difference(value: Any, expected: Any) -> float:
-    """Return the root-mean-square difference of results, in standard deviations of the expected one; of several tensors the
-    largest."""
+    """Return the root-mean-square difference, in standard deviations of the expected result; the largest of several tensors."""
     # On the host: some GPUs have no float64.
     pairs = [(a.cpu().double(), b.cpu().double()) for a, b in zip(tensors(value), tensors(expected), strict=True)]
     return max(((a - b).square().mean().sqrt() / b.std()).item() for a, b in pairs)

@@ -42,8 +42,8 @@ class ModelState(Protocol):
         """Return the load request and the tensors of its weight patches. `device_bytes`: of weights on each rank's device."""
 
     def verify(self, request: Load, payload: Tensor, loaded: Sequence[Loaded], pids: Sequence[int]) -> None:
-        """Compare it with the ranks' reports, by rank. `payload`: the bytes of the request's tensors. Raises MirrorError, naming
-        the rank and both values of the difference."""
+        """Compare it with the ranks' reports, by rank. `payload`: the request's tensors, as bytes. Raises MirrorError on a
+        difference."""
 
 
 @dataclass(frozen=True, kw_only=True)

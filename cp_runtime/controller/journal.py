@@ -1,5 +1,5 @@
-"""Records behind the status and the report of CP Sampler: the last error and the last sampling run; and the user's preferences in
-the panel, which outlive this process."""
+"""Records for the status and the report of CP Sampler: last error and last sampling run; and the user's preferences in the
+panel."""
 
 from __future__ import annotations
 
@@ -109,12 +109,8 @@ class Journal:
         self.changed.set()
 
     def measured(self, obstacle: str = "", difference: float | None = None) -> None:
-        """Record that a call ran on one device, by choice, or was repeated there.
-
-        Args:
-            obstacle: why it could not, of OBSTACLES.
-            difference: of the result from that on the ranks.
-        """
+        """Record that a call ran on one device, by choice, or was repeated there. `obstacle`: why it could not, of OBSTACLES;
+        `difference`: of the result from that on the ranks."""
         if difference is not None:
             self.run.difference = difference
         self.measuring, self._obstacle = False, (self.run.kind, obstacle)

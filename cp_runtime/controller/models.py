@@ -203,11 +203,9 @@ class Models:
         self._pool.trim()
 
     def make_room(self, device: str, key: str | None) -> None:
-        """Make the ranks on a device free cached memory, and a model's memory until its next call.
+        """Make the ranks on a device free cached memory, and the memory of the model `key`, if any, until its next call.
 
-        Args:
-            key: of that model; None = none. A sharded model leaves all devices, and the host's memory as well, since the shards on
-                the other ranks would be of no use.
+        A sharded model leaves all devices, and the host's memory as well, since the shards on the other ranks would be of no use.
         """
         ranks = {rank for rank, other in enumerate(self._pool.config.devices) if other == device}
         if key is not None:

@@ -47,13 +47,8 @@ class Demand(NamedTuple):
 
 
 def held_parts(placement: str, held: int, whole: int, unit: str) -> dict[str, str]:
-    """Return the parts of the words about a model's weights: `case`, a key of HELD, and the numbers as text.
-
-    Args:
-        held: bytes on the device of one rank.
-        whole: bytes of all weights.
-        unit: name of a device, of `run_stats.UNITS`.
-    """
+    """Return the parts of the words about a model's weights: `case`, a key of HELD, and the numbers as text. `held`: bytes on the
+    device of one rank; `whole`: of all weights; `unit`: of `run_stats.UNITS`."""
     case = "shared" if unit == "process" and placement == WHOLE else placement
     held_gb, whole_gb = (f"{each / GB:.0f}" if each >= 10 * GB else f"{each / GB:.2g}" for each in (held, whole))
     return {"case": case, "held": held_gb, "whole": whole_gb, "unit": unit}
@@ -127,8 +122,8 @@ def choose(config: RuntimeConfig, demand: Demand, room: float | None, at_least: 
 
 
 def next_smaller(demand: Demand, placement: str, ranks: int) -> str | None:
-    """Return the first later placement that takes less device memory, or None. With a few large blocks, two of them may take more
-    than the whole model."""
+    """Return the first later placement that takes less device memory, or None: two large blocks may take more than the whole
+    model."""
     held = demand.on_device(placement, ranks)
     behind = PLACEMENTS[PLACEMENTS.index(placement) + 1 :]
     return next((other for other in behind if demand.on_device(other, ranks) < held), None)

@@ -1,5 +1,4 @@
-"""Times of the calls of a sampling run, measured alike on one device and on several, for panel, nodes, report, picture and Measure.
-Running sums; constant size."""
+"""Times of a sampling run's calls, measured alike on one device and on several, for every display. Running sums; constant size."""
 
 from __future__ import annotations
 
@@ -142,8 +141,7 @@ class RunStats:
         self._ended, self.steps = time.monotonic(), steps
 
     def inside(self, seconds: float, extra: float = 0.0) -> None:
-        """Add the time of a call on the ranks, in seconds from call to result. `extra`: the part that belongs to no call of the
-        run."""
+        """Add the seconds of a call on the ranks, from call to result. `extra`: the part that belongs to no call of the run."""
         self._inside += seconds
         self._extra += extra if self.calls > 1 else 0.0
 

@@ -125,8 +125,7 @@ class Workers:
         run: RunStats,
         cancelled: Callable[[], bool],
     ) -> tuple[Any, CallRecord]:
-        """Run a call of the model `target`, which must be loaded. Return its output and its record. `run`: its sampling run, if
-        any."""
+        """Run a call of the model `target`, which must be loaded. Return its output and record. `run`: its sampling run, if any."""
         self.sampling, placement = call.sampling, self.models.resident[target.key].choice.placement
         if not call.sampling or placement == STAGED:
             out, record = self._run(config, target.key, call, call.kind(target.key), self.pool.world_size, cancelled)

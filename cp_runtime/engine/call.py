@@ -144,9 +144,8 @@ class RunningCall:
     ) -> Tensor:
         """Attend over the tokens of all ranks at this point of the forward. See `context_parallel_attention`.
 
-        Args:
-            streams: streams of queries and keys; None = derived from their lengths.
-            own_masks: accept a mask made inside the attention, over this rank's queries and keys, if it hides padding.
+        `streams`: of queries and keys; None = derived from their lengths. `own_masks`: accept a mask made inside the attention,
+        over this rank's queries and keys, if it hides padding.
         """
         if self.ask is not None:
             self.ask()
@@ -178,8 +177,8 @@ class RunningCall:
         return self._all_tokens(self._model_name, (stream,), dim, value)
 
     def to_heads(self, tensors_BLHD: Sequence[Tensor]) -> list[Tensor]:
-        """Return all tokens of this rank's share of the heads, `[B, heads, tokens, D]`, given all heads of this rank's tokens, for
-        the streams of the current scope."""
+        """Exchange all heads of this rank's tokens of a stream for all tokens of its share of the heads, `[B, heads, tokens,
+        D]`."""
         if self.attention_is_local:
             return [tensor.transpose(1, 2) for tensor in tensors_BLHD]
         first, mesh = tensors_BLHD[0], self.mesh

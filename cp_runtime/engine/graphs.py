@@ -48,11 +48,7 @@ Run = Callable[[Any], tuple[Any, About]]
 
 
 class Reads(DispatchMode):
-    """While active, notes the device tensors that operations read and that none of them made.
-
-    Attributes:
-        outside: one tensor of each memory, by the memory's number. They are kept alive.
-    """
+    """While active, records in `outside` the device tensors that operations read and none of them made, one of each memory."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -130,8 +130,7 @@ class InstalledPlan(Generic[PlanT]):
         leave: Callable[..., Any] | None,
         method: str = "forward",
     ) -> None:
-        """Run functions before and after a module, during calls only. They get the running call, then the arguments of a torch
-        hook."""
+        """Run functions before and after a module, during calls only. They get the running call, then a torch hook's arguments."""
         enter, leave = (hook and self._in_call(hook) for hook in (enter, leave))
         if method != "forward":
             self._undo.append(_hook_method(module, method, enter, leave))

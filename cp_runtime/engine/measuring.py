@@ -37,8 +37,8 @@ class Measured:
     inside: tuple[tuple[float, float], ...] = ()
 
     def of(self, *groups: Sequence[int]) -> Rates:
-        """Return the mean over the ranks in some groups. The link is that of groups sending at once: inside of machines where every
-        group is on one, else between all ranks."""
+        """Return the mean over the ranks in some groups, with the link while all groups send: inside of machines if each is on
+        one."""
         ranks = [rank for group in groups for rank in group]
         some, all_ = [self.each[rank] for rank in ranks], self.each
         links = [(one.latency, one.bandwidth) for one in all_]
@@ -80,8 +80,8 @@ def device_driver() -> str:
 
 
 def measure(mesh: SequenceMesh, device: torch.device, name: str = "", machines: Sequence[str] = ()) -> Measured:
-    """Measure this rank and its links, together with all ranks, in a fraction of a second. `name`: the kind of device; `machines`:
-    those of all ranks."""
+    """Measure this rank and its links, together with all ranks, in a fraction of a second. `name`: kind of device; `machines`: of
+    all ranks."""
     whole, ranks = mesh.whole, mesh.size
     cpu, place = device.type == "cpu", torch.device("cpu") if whole.via_host else device
     tokens, elements, side = SIZES["cpu" if cpu else "accelerator"]

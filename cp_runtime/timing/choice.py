@@ -59,8 +59,7 @@ class Chooser:
         return self._seen.get((kind, ranks.settings, ranks.sharded))
 
     def candidates(self, ranks: Ranks) -> list[int]:
-        """Return the numbers of ranks to choose from. With sharded weights all take part: to share the work, or to compute the
-        same."""
+        """Return the numbers of ranks to choose from. With sharded weights all take part, if only to compute the same."""
         return sorted({1, ranks.size} if ranks.sharded else {1, self._own, ranks.size})
 
     def choose(self, kind: str, ranks: Ranks, can: Can, guess: CallWork | None) -> int:

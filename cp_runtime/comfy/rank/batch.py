@@ -70,13 +70,8 @@ class CallPart:
 
 
 class Given(NamedTuple):
-    """A rank's inputs for a call.
-
-    Args:
-        arguments: its part of them, which may lie in memory of the message.
-        in_place: those that the forward may read there.
-        needed: bytes that the call may take.
-    """
+    """A rank's part of a call's arguments, which may lie in memory of the message; the forward may read those `in_place` there.
+    `needed`: bytes that the call may take."""
 
     arguments: dict[str, Any]
     in_place: dict[str, Any]
@@ -84,11 +79,7 @@ class Given(NamedTuple):
 
 
 def part_of(plan: FamilyPlan, request: Call, arguments: dict[str, Any], mesh: BatchMesh, alone: bool) -> CallPart | None:
-    """Return this rank's part of a call; None = it idles.
-
-    Args:
-        alone: all ranks compute the work of one: their weights are sharded, and they gather blocks together.
-    """
+    """Return this rank's part of a call; None = it idles. `alone`: all ranks compute the work of one, as they share its weights."""
     everyone, stage = mesh.whole, None
     if request.pipeline is not None:
         stage = mesh.stage(request.pipeline.stages)

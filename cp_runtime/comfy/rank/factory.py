@@ -24,11 +24,7 @@ from ..shared.recipe import NODE_LOADERS, REMEDY, Factory, file_stamp
 
 
 def call_factory(factory: Factory) -> Any:
-    """Return the ModelPatcher that the function makes.
-
-    Raises:
-        MirrorError: a file of the pack differs from that in ComfyUI's process, or cannot be imported without a server.
-    """
+    """Return the function's ModelPatcher. Raises MirrorError if a file of the pack differs from ComfyUI's or needs a server."""
     for path, stamp in factory.sources:
         if file_stamp(path) != stamp:
             raise MirrorError(f"{path} changed on disk after ComfyUI had imported it. Restart ComfyUI.")

@@ -76,13 +76,8 @@ def why_not_recorded(
     mesh: SequenceMesh,
     device: torch.device,
 ) -> str:
-    """Return why a call is not recorded as a CUDA graph (`engine.graphs`), alike on all ranks; empty = it may be.
-
-    Args:
-        placement: of the weights.
-        in_place: arguments that lie in memory of the message.
-        mesh: the ranks that share the sequence.
-    """
+    """Return why a call is not recorded as a CUDA graph (`engine.graphs`), alike on all ranks; empty = it may be. `in_place`:
+    arguments in memory of the message."""
     options = arguments.get("transformer_options") or {}
     if device.type != "cuda":
         return f"ranks compute on {device.type}, and only CUDA devices have graphs"

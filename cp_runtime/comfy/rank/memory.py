@@ -48,8 +48,7 @@ STAGED_REMEDY = "Set weights to whole in CP Config, and leave out CP PipeFusion,
 
 
 class LoadProgress:
-    """Bytes of weights that are patched and on the device, or in flight. `tell` gets thousandths of the model, and None once it is
-    loaded."""
+    """Bytes of patched weights on the device or in flight. `tell` gets thousandths of the model, and None once it is loaded."""
 
     def __init__(self, tell: Callable[[int | None], None]) -> None:
         self._tell = tell
@@ -206,12 +205,7 @@ def forget(patcher: ModelPatcher) -> None:
 
 
 class PartialWeightsPatcher(FileWeightsPatcher):
-    """A ModelPatcher of which this rank has the weights outside of blocks, and some of the blocks.
-
-    Attributes:
-        cp_size: bytes of device memory that it takes.
-        cp_there: they are on the device.
-    """
+    """A ModelPatcher with the weights outside of blocks, and some blocks: `cp_size` bytes, on the device if `cp_there`."""
 
     cp_size: int
     cp_there = False
@@ -358,8 +352,7 @@ def room(device: torch.device) -> int | None:
 
 
 def available(device: torch.device) -> int | None:
-    """Return the bytes that a model and its calls could take if all others were unloaded, less ComfyUI's reserve; None for a
-    CPU."""
+    """Return the bytes for a model and its calls if all others were unloaded, less ComfyUI's reserve; None for a CPU."""
     if device.type == "cpu":
         return None
     held = sum(each.model_loaded_memory() for each in _on(device))

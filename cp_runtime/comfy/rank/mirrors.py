@@ -53,23 +53,15 @@ ALONE = {"ulysses": 1, "ring": 1, "batch": 1}
 
 
 class Mirrors:
-    """All models on this rank, by the key of their recipe.
-
-    Args:
-        progress: of moving weights to the device.
-    """
+    """All models on this rank, by the key of their recipe."""
 
     def __init__(self, device: torch.device, progress: LoadProgress) -> None:
         self.device, self.progress = device, progress
         self.entries: dict[str, Mirror] = {}
 
     def load(self, request: Load, block: Tensor, mesh: BatchMesh) -> Loaded:
-        """Load the model of a request if it is new, and take its weight patches. The next call moves both to the device.
-
-        Args:
-            block: with tensors of the patches, which stay in it.
-            mesh: the ranks, where they share the weights out.
-        """
+        """Load the model of a request if it is new, and take its weight patches, whose tensors stay in `block`. The next call moves
+        both to the device."""
         began = time.perf_counter()
         key, placement = request.key, request.placement
         if key in self.entries and self.entries[key].placement != placement:
@@ -243,11 +235,8 @@ class Mirrors:
         return available(self.device)
 
     def to_device(self, mirror: Mirror, needed: float, *, networks: bool = True) -> None:
-        """Move weights, patches and networks to the device where necessary, and leave `needed` bytes free for a call.
-
-        Args:
-            networks: of patches of other nodes, too.
-        """
+        """Move weights, patches and (unless `networks` is False) their networks to the device, and leave `needed` bytes free for a
+        call."""
         patcher = mirror.patcher
         wanted = [patcher, *(ATTACHED.values() if networks else ())]
         loaded = {id(loaded.model) for loaded in model_management.current_loaded_models}
@@ -275,11 +264,8 @@ class Mirrors:
         trim_heap()
 
     def make_room(self, key: str | None) -> None:
-        """Free cached memory of the device.
-
-        Args:
-            key: of a model that leaves the device until its next call, and all networks of patches with it; None = of none.
-        """
+        """Free cached memory of the device. With `key` that model, and all networks of patches, leave the device until their next
+        call."""
         self.free_buffers()
         leaving = [] if key is None else [self.mirror_of(key).patcher, *ATTACHED.values()]
         for loaded in list(model_management.current_loaded_models):
@@ -307,12 +293,7 @@ class Mirrors:
 
 
 def room_changes(reserved: float, needed: float, offloaded: bool) -> bool:
-    """Return whether to redistribute the weights between device and host.
-
-    Args:
-        reserved, needed: bytes for calls, then and now.
-        offloaded: some weights are on the host, from where every call fetches them.
-    """
+    """Return whether to redistribute the weights between device and host. `reserved`, `needed`: bytes for calls, then and now."""
     return needed > reserved or (offloaded and needed * SPARE < reserved)
 
 

@@ -96,8 +96,8 @@ def _attend(module: Any, q: Tensor, context: Tensor, transformer_options: Any) -
 
 
 def _normalised(toward: Tensor, away: Tensor, nag_scale: float, nag_alpha: float, nag_tau: float, inplace: bool) -> Tensor:
-    """Extrapolate from `away` to `toward`, at most to `nag_tau` times the norm, and mix with `toward`. `inplace`: round like the
-    node with that setting."""
+    """Extrapolate from `away` to `toward`, up to `nag_tau` times the norm, and mix with `toward`. `inplace`: the node's
+    rounding."""
     rest = nag_scale - 1
     out = away.mul_(rest).neg_().add_(toward, alpha=nag_scale) if inplace else toward * nag_scale - away * rest
     norm, reached = (t.norm(p=1, dim=-1, keepdim=True) for t in (toward, out))
@@ -161,14 +161,8 @@ def _in_chunks(module: Any, call: RunningCall, x: Tensor, *, num_chunks: int, di
 
 
 def _extended(module: Any, call: RunningCall, ids: Tensor, *, num_frames: int, k: int, **_: Any) -> Tensor:
-    """Rotations in which the k-th frequency of time turns by less than a whole period in the video: RIFLEx, arXiv 2502.15894.
-
-    Args:
-        ids: `[B, L, axes]`, positions of all tokens.
-
-    Returns:
-        `[B, 1, L, frequencies, 2, 2]`.
-    """
+    """Rotations `[B, 1, L, frequencies, 2, 2]` at positions `ids` `[B, L, axes]`, in which the k-th frequency of time turns by less
+    than a whole period in the video: RIFLEx, arXiv 2502.15894."""
     out: Tensor = type(module).forward(module, ids)
     place = ids.device if supports_fp64(ids.device) else torch.device("cpu")
     angle = ids[..., 0].float().to(place) * torch.tensor(0.9 * 2 * torch.pi / num_frames, dtype=torch.float64, device=place)

@@ -17,10 +17,7 @@ from .recipe import FileStamp, date, file_stamp, readable
 
 
 class ModelFiles:
-    """Files that stay open for the lifetime of this object.
-
-    Args:
-        files: path of each, and its state when ComfyUI had loaded it.
+    """Files that stay open for the lifetime of this object. `files`: path of each, and its state when ComfyUI had loaded it.
 
     Raises:
         ChangedFileError: one has another state now.

@@ -20,12 +20,7 @@ from .weights import network_of, stays_as_in_file
 
 
 class LoadedModel(NamedTuple):
-    """A plain (not dynamic) ModelPatcher.
-
-    Args:
-        missing: names of the weights of its network that its file does not have.
-        files: its files.
-    """
+    """A plain (not dynamic) ModelPatcher, its files, and the names of its network's weights that are missing in them."""
 
     patcher: Any
     missing: frozenset[str]
@@ -81,11 +76,8 @@ def weights_on_host() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def replaced(*functions: tuple[Any, str, Any]) -> Iterator[None]:
-    """Replace functions inside the context, for all threads. A second thread waits until the first one has left.
-
-    Args:
-        functions: their module or class, their name there, and the replacement.
-    """
+    """Replace functions, each given as (module or class, name, replacement), inside the context, for all threads. A second thread
+    waits until the first one has left."""
     with _LOADING, contextlib.ExitStack() as undo:
         for owner, name, function in functions:
             undo.callback(setattr, owner, name, getattr(owner, name))
@@ -153,11 +145,8 @@ def file_backed_weights(cast_later: bool = False, dynamic: bool = False) -> Iter
 
 
 def adopt(module: nn.Module, name: str, tensor: Tensor | None, *, other_dtype: bool = False) -> bool:
-    """Make `tensor` the module's parameter `name`, on any device, if it is a plain tensor of the same dtype and shape.
-
-    Args:
-        other_dtype: accept any dtype.
-    """
+    """Make `tensor` the module's parameter `name`, on any device, if it is plain and of the same shape and (unless `other_dtype`)
+    dtype."""
     current = getattr(module, name)
     if (
         type(tensor) not in (Tensor, nn.Parameter, CastWeight)

@@ -186,8 +186,7 @@ MIRRORED: Mapping[str, Patch] = {
 
 
 def map_patches(options: Mapping[str, Any], function: Callable[[str, Any], Any]) -> dict[str, Any]:
-    """Return `patches` and `patches_replace` of transformer_options with the function applied to every patch, given the option and
-    the patch's name there, in words, and the patch."""
+    """Apply a function to every patch in `patches` and `patches_replace`, given its name there, in words, and the patch."""
     added, replacing = options.get("patches", {}), options.get("patches_replace", {})
     return {
         "patches": {name: [function(f"patches: {name}", each) for each in patches] for name, patches in added.items()},
@@ -226,11 +225,8 @@ def changes_shape(patcher: Any, name: str) -> bool:
 
 
 def encode_weight_patches(patches: dict[str, list[Entry]]) -> list[Any]:
-    """Encode a ModelPatcher's patches as nested lists and tuples of plain values and tensors.
-
-    Raises:
-        MirrorError: a patch is of a kind that the workers cannot rebuild; the message names it.
-    """
+    """Encode a ModelPatcher's patches as nested lists and tuples of plain values and tensors. Raises MirrorError, naming the patch,
+    if workers cannot rebuild one."""
     return [[key, [_encode(key, *entry) for entry in entries]] for key, entries in patches.items()]
 
 
@@ -262,8 +258,8 @@ def _encode(key: str, strength: float, patch: Any, strength_model: float, offset
 
 
 def _encode_weight(key: str, weight: Tensor, convert: Any) -> tuple[Any, ...]:
-    """Encode a weight of the other model of a merge: its stored numbers, and its dtype. ComfyUI merges no quantised ones
-    (`ModelPatcher.get_key_patches`)."""
+    """Encode a merge's weight of the other model: stored numbers and dtype. ComfyUI merges no quantised ones
+    (`get_key_patches`)."""
     if type(weight) in (Tensor, nn.Parameter, CastWeight) and getattr(convert, "__module__", "") in CONVERTING:
         return memory_of(weight), weight.dtype
     raise MirrorError(

@@ -58,8 +58,7 @@ NODE_LOADERS: Mapping[str, NodeLoader] = {
 """By the id of the node, whose constructor takes no arguments."""
 
 FileStamp = tuple[int, ...]
-"""State of a file: bytes, time of change of its content and of its inode in nanoseconds, number of the inode. It tells two states
-of the same size and time apart, whether the file was replaced or written to in place."""
+"""Bytes of a file, times of change of its content and its inode in ns, and its inode: a write in place or a replacement shows."""
 
 
 @dataclass(frozen=True)
@@ -163,14 +162,10 @@ Folders = Mapping[str, Sequence[str]]
 
 
 def describe(recipe: Mapping[str, Any], folders: Folders) -> dict[str, Any]:
-    """Return the description by which another machine finds the file of a recipe: kind of folder, name in it, size, time and
-    digest.
+    """Return kind of folder, name in it, size, time and digest, by which another machine finds the file of a recipe.
 
-    In any thread. A file that is new here is read as a whole: a minute for 60 GB on a fast disk.
-
-    Raises:
-        MirrorError: it is gone.
-        ChangedFileError: it is not the one that ComfyUI loaded.
+    In any thread. A file that is new here is read as a whole: a minute for 60 GB on a fast disk. Raises MirrorError if it is gone,
+    ChangedFileError if it is not the one that ComfyUI loaded.
     """
     path = str(recipe["path"])
     kind, name = place_of(path, folders)
@@ -227,8 +222,7 @@ def _shown(size: int, written: int, digest: str) -> str:
 
 
 def _copy(path: str, machine: str, where: str) -> str:
-    """Return commands that copy a file to another machine. They replace the old file, which ranks may have in use, and never write
-    to it."""
+    """Return commands that copy a file to another machine. They replace a file that ranks there may use, and do not write to it."""
     rename = shlex.join(["mv", f"{where}.new", where])
     return f"{shlex.join(['scp', path, f'{machine}:{where}.new'])} && {shlex.join(['ssh', machine, rename])}"
 

@@ -31,10 +31,7 @@ STAYS = "context_parallel_stays"  # attribute of modules for which `stays_as_in_
 def sample_weights(model: nn.Module, without: Collection[str] = ()) -> dict[str, str]:
     """Return for each parameter its storage format and a hash of its samples, with a space between them.
 
-    Parameters without bytes in this process, or that are not contiguous, are left out.
-
-    Args:
-        without: names of parameters to leave out as well.
+    Left out are parameters in `without`, those without bytes in this process, and those that are not contiguous.
     """
     parameters = model.named_parameters(remove_duplicate=False)
     samples = {name: _sample(parameter) for name, parameter in parameters if name not in without}
@@ -112,12 +109,8 @@ def network_of(model: Any) -> Any:
 
 
 def stays_as_in_file(module: nn.Module, weights: Iterable[Tensor | None]) -> bool:
-    """Return whether DynamicVRAM leaves a module's weights in the dtype of the file, since it is small; mark the module if so. It
-    converts them when it runs.
-
-    Args:
-        weights: as they are in the file.
-    """
+    """Return whether DynamicVRAM keeps a module's weights, given as in the file, in its dtype until use, since they are small; if
+    so, mark the module."""
     parts = (part for weight in weights if weight is not None for part in stored(weight))
     small = hasattr(module, "comfy_cast_weights") and sum(part.nbytes for part in parts) <= SMALL
     if small:

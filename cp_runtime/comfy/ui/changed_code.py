@@ -35,23 +35,15 @@ UNKNOWN = object()
 
 
 class Change(NamedTuple):
-    """An object in this process that differs from its file.
-
-    Args:
-        what: its full name.
-        file: of the current code; "" = it is no code, or another piece of ComfyUI's.
-    """
+    """An object in this process that differs from its file. `what`: its full name; `file`: of the current code, "" = it is no code,
+    or another piece of ComfyUI's."""
 
     what: str
     file: str
 
 
 class Comparison:
-    """The comparison of some classes, and of everything they use, with their files.
-
-    Attributes:
-        changes: the differences.
-    """
+    """The comparison of some classes, and of everything they use, with their files."""
 
     def __init__(self, classes: set[type]) -> None:
         self.changes: list[Change] = []
@@ -261,11 +253,8 @@ _known: dict[frozenset[type], Comparison] = {}
 
 
 def changes_of(model: nn.Module, again: bool = True) -> list[Change]:
-    """Return the differences between this process and the files of the classes of a model, and of everything they use.
-
-    Args:
-        again: check the model's modules again; else the classes that it had.
-    """
+    """Return the differences between this process and the files of a model's classes, and of all they use. `again`: check the
+    model's current modules, not only the classes found before."""
     comparison = None if again else _compared.get(model)
     if comparison is None:
         classes = frozenset(type(module) for module in model.modules())

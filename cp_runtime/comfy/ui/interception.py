@@ -40,13 +40,8 @@ TEXTS = "preprocess_text_embeds"
 
 
 class Replacement:
-    """Replacement for a method of one transformer instance, while the model's weights are on the ranks.
-
-    Args:
-        owner: the patcher as it was loaded; held weakly, because the patches of a graph may hold references.
-        model: the transformer.
-        method: name of the method.
-    """
+    """Replacement for a method of a transformer instance, while the model's weights are on the ranks. `owner`: the patcher as it
+    was loaded; held weakly, because the patches of a graph may hold references."""
 
     sends_to_workers = True
 

@@ -35,10 +35,7 @@ def _sent(value: Any) -> Any:
 
 def compile_settings(asked: Mapping[str, Any]) -> CompileSettings:
     """Return the ranks' settings from `torch_compile_kwargs`. `fullgraph` is ignored: a block is compiled whole or not at all.
-
-    Raises:
-        UnsupportedError: the ranks cannot compile like that.
-    """
+    Raises UnsupportedError if the ranks cannot compile like that."""
     backend, mode, dynamic = asked.get("backend"), asked.get("mode"), asked.get("dynamic")
     if backend == "cudagraphs":
         raise UnsupportedError(f"Torch Compile with backend cudagraphs {RECORDING}. Choose inductor.")

@@ -31,11 +31,7 @@ def node_of(thing: Any) -> str | None:
 
 
 def made_by(thing: Any, node: str | None = None) -> str:
-    """Return the user's name for the node that made an object in the model.
-
-    Args:
-        node: its id, where the code does not tell.
-    """
+    """Return the user's name for the node that made an object in the model. `node`: its id, where the code does not tell."""
     kind, titles = node or node_of(thing), [title for each, title in _in_graph(thing, node)]
     if kind is None:
         module = name_of(thing).partition(":")[0]
@@ -54,8 +50,8 @@ def _in_graph(thing: Any, node: str | None = None) -> list[tuple[str, str]]:
 
 
 def _makers(thing: Any) -> list[str]:
-    """Return the ids of the nodes that may make a patch: the one whose class contains its code, else those of its module whose
-    method names it."""
+    """Return the ids of nodes that may make a patch: with its code in their class, else of its module with its name in their
+    method."""
     module, _, path = name_of(thing).partition(":")
     head = path.split(".")[0]
     if head in _MADE_BY and module.startswith("comfy"):

@@ -93,12 +93,8 @@ OBJECTS: Mapping[str, tuple[ObjectPatch, ...]] = {
 
 
 def encode_objects(patcher: Any) -> tuple[dict[str, Any], list[ObjectPatch]]:
-    """Return a ModelPatcher's object patches inside the transformer in wire form, empty if there are none, and the entry of each
-    kind in OBJECTS.
-
-    Raises:
-        UnsupportedError: the workers do not know one of them, or not with its data.
-    """
+    """Return a ModelPatcher's object patches inside the transformer in wire form, and their entries in OBJECTS; both may be empty.
+    Raises UnsupportedError if the workers do not know one of them, or not with its data."""
     entries: list[dict[str, Any]] = []
     places: dict[str, int] = {}
     known: dict[str, ObjectPatch] = {}

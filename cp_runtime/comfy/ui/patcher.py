@@ -85,11 +85,8 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
 
     @classmethod
     def over(cls, patcher: comfy.model_patcher.ModelPatcher, config: RuntimeConfig) -> Any:
-        """Make one over the same model, whatever ComfyUI's management of its memory: ComfyUI cannot page memory on the ranks.
-
-        Raises:
-            UnsupportedError: this ComfyUI pages the memory of every model.
-        """
+        """Make one over the same model, even if DynamicVRAM manages it: ComfyUI cannot page memory on the ranks. Raises
+        UnsupportedError if this ComfyUI pages the memory of every model."""
         made: Any = patcher.clone(disable_dynamic=True, model_override=patcher.get_clone_model_override())
         if made.is_dynamic():
             raise UnsupportedError(
@@ -142,8 +139,8 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
     # --- what the memory manager asks and tells -------------------------------------------------------------------------
 
     def model_size(self) -> int:
-        """Return the bytes that the model takes on this process's device: 0 if no rank uses that device, and less than the whole if
-        the weights are sharded."""
+        """Return the model's bytes on this process's device: 0 if no rank uses it, and less than the whole if the weights are
+        sharded."""
         if not self.cp_local and str(self.load_device) not in self.cp_config.devices:
             return 0
         resident = None if self.cp_local else CONTROLLER.resident(notes_of(self.model).key)
@@ -344,12 +341,8 @@ def executing_node() -> Node | None:
 
 
 def raise_or_warn(error: UnsupportedError, config: RuntimeConfig, instead: str, raised_by: str = "") -> None:
-    """Raise the error of a refused run, and record it in the status; or log a warning, as on_unsupported says.
-
-    Args:
-        instead: the action without an error, for the log.
-        raised_by: the node that raises, in front of the error's text.
-    """
+    """Raise the error of a refused run, after `raised_by`, the node, and record it in the status; or log a warning with the action
+    `instead`, as on_unsupported says."""
     if config.on_unsupported == "error":
         error = UnsupportedError(f"{raised_by}: {error}") if raised_by else error
         CONTROLLER.journal.fail(error, executing_node())

@@ -1,5 +1,4 @@
-"""Other nodes' patches of the transformer, in the UI process: check that they can be mirrored, and encode them; and the attention
-function that a node chose, found from its override."""
+"""Other nodes' patches of the transformer, in the UI process: checks and encoding; and the attention function that a node chose."""
 
 from __future__ import annotations
 
@@ -154,12 +153,8 @@ class _Encoder:
 
 
 def attention_of(options: Mapping[str, Any], device_type: str) -> str | None:
-    """Return the name of the chosen function (see `wire.attention_function`); None if no node chose one. `device_type`: of the
-    ranks.
-
-    Raises:
-        UnsupportedError: the ranks do not have it, or the override is unknown.
-    """
+    """Return the name of a node's attention function (see `shared.attention`), or None. `device_type`: of the ranks. Raises
+    UnsupportedError if the ranks do not have it, or the override is unknown."""
     override = options.get(OVERRIDE)
     if override is None:
         return None

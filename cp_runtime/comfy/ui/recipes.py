@@ -114,8 +114,8 @@ class NodeCall:
 
 
 def watch_node_loaders(prompt: Any) -> Any:
-    """Wrap the loaders among ComfyUI's nodes, and return `prompt` unchanged: ComfyUI calls this before it queues one, when all
-    packs have been imported."""
+    """Wrap the loaders among ComfyUI's nodes; return `prompt` unchanged. ComfyUI calls this, after all imports, before it queues
+    one."""
     nodes = getattr(sys.modules.get("nodes"), "NODE_CLASS_MAPPINGS", {})
     for name in NOTED:
         cls: Any = nodes.get(name)
@@ -236,11 +236,8 @@ def _stamp_of(path: str, notes: ModelNotes) -> FileStamp:
 
 
 def factory_recipe(init: tuple[Any, ...]) -> Recipe:
-    """Return the recipe, given a model's `cached_patcher_init`.
-
-    Raises:
-        MirrorError: the workers cannot call that function, or its file is not the one that this process has imported.
-    """
+    """Return the recipe, given a model's `cached_patcher_init`. Raises MirrorError if the workers cannot call that function, or its
+    file has changed since this process imported it."""
     function, given = init[0], init[1]
     name = getattr(function, "__qualname__", type(function).__name__)
     module = getattr(function, "__module__", None) or ""
@@ -258,7 +255,7 @@ def factory_recipe(init: tuple[Any, ...]) -> Recipe:
 
 
 def node_recipe(call: NodeCall, stamp: FileStamp) -> Recipe:
-    """Return the recipe of a model that a node in NODE_LOADERS has loaded. `stamp`: of its file. Raises MirrorError like
+    """Return the recipe of a model loaded by a node in NODE_LOADERS. `stamp`: of its file. Raises MirrorError like
     `factory_recipe`."""
     name = f"{call.cls.__qualname__}.{call.method}"
     named = f"the workers cannot repeat the node {call.node}, which is {call.cls.__module__}.{name}"

@@ -1,5 +1,5 @@
-"""The panel's connection to ComfyUI's own server: routes, under its rules about origins and on its port; and events over its
-websocket, whenever the state of the workers changes."""
+"""The panel's routes on ComfyUI's own server, under its rules about origins; and websocket events when the workers' state
+changes."""
 
 from __future__ import annotations
 

@@ -62,12 +62,7 @@ def single_device_reason(
 def why_no_gpu(
     inventory: DeviceInventory, flag: bool, built: bool, environment: Mapping[str, str] = os.environ
 ) -> SingleDeviceReason | None:
-    """Return why ranks are CPU processes; None = there are accelerators.
-
-    Args:
-        flag: ComfyUI was started with --cpu.
-        built: torch has support for GPUs.
-    """
+    """Return why ranks are CPU processes; None = there are accelerators. `flag`: --cpu was given; `built`: torch supports GPUs."""
     if inventory.type != "cpu":
         return None
     if flag or not built:

@@ -239,12 +239,8 @@ class VAEPatcher(ContextParallelPatcher):
 
 
 class Network:
-    """Replacement for the network of ComfyUI's VAE.
-
-    Args:
-        stock: the original network, which gets everything but `decode` and `encode`.
-        run: (name of the method, input) -> result.
-    """
+    """Replacement for the network of ComfyUI's VAE: `run` (name of the method, input) decodes and encodes, `stock` does the
+    rest."""
 
     def __init__(self, stock: Any, run: Callable[[str, Tensor], Tensor]) -> None:
         self._stock, self._run = stock, run

@@ -108,11 +108,8 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def select(q: Tensor, k: Tensor, mask: Tensor | None, name: str | None = None) -> Kernel:
-    """Return the kernel called `name` if it supports the inputs, else the first that does and that torch's switches allow.
-
-    Raises:
-        ConfigError: there is no kernel of that name, or none that supports the inputs is allowed.
-    """
+    """Return the kernel called `name` if it supports the inputs, else the first that does and that torch's switches allow. Raises
+    ConfigError if there is no kernel of that name, or none that supports the inputs is allowed."""
     if name is not None:
         named = [kernel for kernel in KERNELS if kernel.name == name]
         if not named:
@@ -164,8 +161,7 @@ def installed(module: str) -> Any:
 def _runs(package: str, run: Run, device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether an installed package's kernel runs on a device, by trying it once: its build may be for other devices.
 
-    Raises:
-        OutOfMemoryError: the device has no memory left, so the trial tells nothing about the kernel.
+    Raises OutOfMemoryError if the device has no memory left, which tells nothing about the kernel.
     """
     tokens = torch.zeros(1, 1, 128, 64, device=device, dtype=dtype)
     try:

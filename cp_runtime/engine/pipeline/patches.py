@@ -55,12 +55,7 @@ class KVCache:
 
 
 class PatchCall(StagedCall):
-    """One patch of a call. See `RunningCall`.
-
-    Args:
-        patch, patches: index of the patch, and number of patches.
-        kept: cache of the model and the conditioning.
-    """
+    """One patch of a call, by index and number of patches. `kept`: cache of the model and the conditioning. See `RunningCall`."""
 
     def __init__(
         self, patch: int, patches: int, kept: KVCache, plan: ShardingPlan, name: str, mesh: SequenceMesh, *rest: Any

@@ -79,12 +79,8 @@ class Pipeline:
     def call(
         self, parts: Sequence[Part], mesh: SequenceMesh, settings: PipelineSettings, follows: Callable[[], bool] = lambda: True
     ) -> list[Any]:
-        """Return the result of every part, right on the last stage. All ranks of all stages call it alike.
-
-        Args:
-            mesh: the ranks of this stage that share the tokens.
-            follows: see `Stages.run`.
-        """
+        """Return the result of every part, right on the last stage. All ranks of all stages call it alike. `mesh`: the ranks of
+        this stage that share the tokens; `follows`: see `Stages.run`."""
         patches = settings.patches if self._may_be_stale(parts, settings) else 1
         results = []
         with self.stages.call():

@@ -43,11 +43,8 @@ class StagedCall(RunningCall):
 
 
 def staged_blocks(model: nn.Module, plan: ShardingPlan) -> list[Block]:
-    """Return the blocks that are divided into stages: those that the plan names, in the order of the model's lists.
-
-    Raises:
-        PlanError: the model calls another method of them than forward.
-    """
+    """Return the blocks to divide into stages: those in the plan, in the model's order. Raises PlanError if another method is
+    called."""
     for pattern in plan.modules:
         if method_of(pattern) != "forward":
             raise PlanError(f"{plan.origin}: the model calls {method_of(pattern)} of its blocks, which cannot be skipped.")
@@ -57,10 +54,7 @@ def staged_blocks(model: nn.Module, plan: ShardingPlan) -> list[Block]:
 
 def cut(sizes: Sequence[int], stages: int, shares: Shares = ()) -> list[int]:
     """Return the stage of every block, given the blocks' bytes: consecutive blocks, with bytes in proportion to the stage's share.
-
-    Raises:
-        PlanError: there are fewer blocks than stages.
-    """
+    Raises PlanError if there are fewer blocks than stages."""
     if len(sizes) < stages:
         raise PlanError(f"{len(sizes)} blocks are not enough for {stages} stages. Use fewer stages.")
     weights = shares or (1,) * stages

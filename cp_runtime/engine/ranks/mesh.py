@@ -124,8 +124,7 @@ class SequenceMesh:
     def from_device_mesh(cls, mesh: DeviceMesh, shares: Shares = ()) -> SequenceMesh:
         """Build it from a mesh with axes "ring" and "ulysses", in this order; the mesh may have others, such as "fsdp".
 
-        Raises:
-            ConfigError: the ranks do not ascend along them, or the mesh has outlived its process groups.
+        Raises ConfigError if the ranks do not ascend along them, or the mesh has outlived its process groups.
         """
         ranks = mesh[AXES].mesh.flatten().tolist()
         if ranks != sorted(ranks):  # torch sorts a group's ranks: indices in it and in the mesh would differ
@@ -181,11 +180,7 @@ class SequenceMesh:
         return reduced(tuple(sum(self.shares[place::ulysses]) for place in range(ulysses))) if self.shares else ()
 
     def axes(self, ring: int, ulysses: int) -> SequenceAxes:
-        """Return this rank's process groups for the given degrees.
-
-        Raises:
-            PlanError: their product is not the number of ranks.
-        """
+        """Return this rank's process groups for the given degrees. Raises PlanError unless their product is the number of ranks."""
         if ring * ulysses != self.size:
             raise PlanError(f"ring_degree x ulysses_degree: got {ring} x {ulysses}; the sequence is shared by {self.size} ranks")
         if (ring, ulysses) not in self._axes:
@@ -245,10 +240,7 @@ class BatchMesh(SequenceMesh):
 
     def sequence(self, groups: int = 1) -> SequenceMesh:
         """Return the ranks that share a sequence with this one when there are `groups` batch groups. All ranks must ask alike.
-
-        Raises:
-            PlanError: the ranks do not divide by it.
-        """
+        Raises PlanError if the ranks do not divide by it."""
         if self.size % groups:
             raise PlanError(f"{self.size} ranks cannot form {groups} batch groups of the same size")
         if groups == 1:
@@ -267,10 +259,7 @@ class BatchMesh(SequenceMesh):
 
     def stage(self, stages: int) -> Stage:
         """Return this rank's stage when neighbours form `stages` of the same size, the last one first. All ranks must ask alike.
-
-        Raises:
-            PlanError: the ranks do not divide by it.
-        """
+        Raises PlanError if the ranks do not divide by it."""
         if self.size % stages:
             raise PlanError(f"{self.size} ranks cannot form {stages} stages of the same size")
         if stages not in self._stages:

@@ -44,12 +44,7 @@ class RowPlan:
     refuses: Callable[[nn.Module], str | None] | None = None
 
     def check(self, model: nn.Module) -> None:
-        """Raise unless a model is the planned VAE and can run on a part of the rows.
-
-        Raises:
-            UnsupportedError: it cannot.
-            PlanError: it is another VAE.
-        """
+        """Raise PlanError if the model is another VAE than planned, UnsupportedError if it cannot run on a part of the rows."""
         reason = self.refuses(model) if self.refuses is not None else None
         if reason is not None:
             raise UnsupportedError(reason)

@@ -25,9 +25,7 @@ _DTYPES = {
 
 
 def mapped_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, str] | None]:
-    """Return the tensors of a file by name, and its metadata. Tensors are read on first use.
-
-    The mapping is private: writes to a tensor stay in this process.
+    """Return the tensors of a file by name, and its metadata. Tensors are read on first use. Writes to them stay in this process.
 
     Raises:
         OSError, safetensors.SafetensorError: the file cannot be read, or has another format.

@@ -263,8 +263,8 @@ class ShardedWeights:
         self._ask(expected, -(-left // max(1, attentions + 1 - self._attentions)))
 
     def _start(self, sharded: ShardedBlock) -> bool:
-        """Give a buffer to a block: a free one, or that of an idle block, preferably not of the next expected one. False if all
-        buffers belong to running blocks."""
+        """Give a buffer to a block: a free one, or an idle block's, preferably not the next one's. False if running blocks have
+        them all."""
         if not self._buffers:
             idle = [held for held in self._held if not held.running]
             if not idle:
@@ -348,12 +348,10 @@ class _Memory(mmap.mmap):
 
 
 def pinned_zeros(nbytes: int, device: torch.device) -> Tensor:
-    """Return zero bytes in pinned host memory, released with the last tensor on them.
+    """Return zero bytes in pinned host memory, released with the last tensor on them. Raises RuntimeError if CUDA does not pin that
+    much.
 
     torch never frees pinned memory before the process ends, and pins blocks of a power of two bytes: 256 MB for 141.
-
-    Raises:
-        RuntimeError: CUDA does not pin that much.
     """
     if device.type != "cuda":
         return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
