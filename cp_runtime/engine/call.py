@@ -208,7 +208,7 @@ class RunningCall:
 
     def check_attention(self) -> None:
         """Raise PlanError if tokens were split but no attention was shared."""
-        # A module with streams of its own may hold no attention, unless the plan says that some module does.
+        # A module with separate streams may hold no attention, unless the plan says that some module does.
         named = any(module.attention for module in self._plan.modules.values())
         split = self.state.tokens() if named else self.state.lengths
         if self.expects_attention and self.mesh.size > 1 and split and not self._shared and self._plan.shares_attention:

@@ -191,7 +191,7 @@ class Graphs(Generic[About]):
         while len(self._recordings) >= RECORDINGS:
             self._forget(next(iter(self._recordings)))
         wait_for(self._device)
-        torch.cuda.empty_cache()  # a recording has memory of its own
+        torch.cuda.empty_cache()  # a recording has private memory
         if torch.cuda.mem_get_info(self._device)[0] < 2 * needed:  # calls of other forms need as much again
             return "the device has too little memory for a recording"
         if not self._recordings:

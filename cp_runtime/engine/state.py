@@ -60,7 +60,7 @@ class CallState:
         self._splits: dict[str, Split] = {}
         self._layouts: dict[tuple[str, ...], JointLayout] = {}
         self._around: list[tuple[Any, ...]] = []
-        self._left: dict[str, tuple[int, int]] = {}  # tokens in modules with streams of their own, as in `tokens`
+        self._left: dict[str, tuple[int, int]] = {}  # tokens in modules with separate streams, as in `tokens`
         # Side inputs are the same tensor for every block. Keeping the source prevents its id from being reused.
         self._memo: dict[tuple[object, ...], tuple[Any, Any]] = {}
 
@@ -97,7 +97,7 @@ class CallState:
         return self._gather(value, stream, dim)
 
     def begin(self) -> None:
-        """Enter a module whose streams have lengths of their own."""
+        """Enter a module with separate streams."""
         self._around.append((self.lengths, self.grids, self._splits, self._layouts))
         self.lengths, self.grids, self._splits, self._layouts = {}, {}, {}, {}
 

@@ -1,4 +1,4 @@
-"""One run of a ComfyUI model's own forward on this rank, sharded or in stages."""
+"""One run of a ComfyUI model's forward on this rank, sharded or in stages."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ class Mirrors:
         on_module: Callable[[], None],
         on_run: Callable[[int], bool] = lambda stages: True,
     ) -> tuple[Any, CallOutcome]:
-        """Run the model's own forward with `arguments` (by name) on as many ranks as the request says.
+        """Run the model's forward with `arguments` (by name) on as many ranks as the request says.
 
         Args:
             planner_for: mesh of the ranks that share a sequence, ranks of all groups -> planner of the call.

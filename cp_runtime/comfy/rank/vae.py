@@ -60,7 +60,7 @@ def call_vae(
 
 
 def _run(mirror: Mirror, method: str, device: torch.device, dtype: torch.dtype, out_dtype: torch.dtype, x: Tensor) -> Tensor:
-    """Run the VAE's own method on a copy, as the input may lie in memory that other processes read."""
+    """Run the VAE's method on a copy, as the input may lie in memory that other processes read."""
     out: Tensor = getattr(mirror.model, method)(x.to(device=device, dtype=dtype, copy=True))
     return out.to(device=device, dtype=out_dtype)
 

@@ -39,7 +39,7 @@ def check_type(model: Any) -> None:
 
 
 def apply_to_model(model: Any, config: RuntimeConfig | None = None) -> Any:
-    """Return a MODEL that computes on `config`'s ranks, or on all devices without one; unchanged if one device computes anyway.
+    """Return a MODEL that computes on `config`'s ranks, or on all devices without one; for one device if only that takes part.
 
     Raises:
         ConfigError: an argument is of another type.

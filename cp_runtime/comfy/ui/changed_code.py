@@ -103,7 +103,7 @@ class Comparison:
         expected = _literal(source, name, cls.__qualname__)
         return expected is UNKNOWN or _same(expected, value)
 
-    # --- what they use ----------------------------------------------------------------------------------------------------
+    # --- names that they use -----------------------------------------------------------------------------------------------
 
     def _use(self, functions: list[FunctionType], file: str) -> None:
         """Continue with the names used by functions of ComfyUI, or of the file of one of the model's classes."""

@@ -131,7 +131,7 @@ def conditions_obstacle(conds: Mapping[str, Any]) -> str | None:
 
 
 def check_own_forward(model: nn.Module) -> None:
-    """Refuse a forward that is not the transformer's own. Cheap: some nodes replace it for the time of a call."""
+    """Refuse a replaced forward of the transformer. Cheap: some nodes replace it for the time of a call."""
     _check_forward_of(model, type(model).__name__)
 
 

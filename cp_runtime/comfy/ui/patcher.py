@@ -136,7 +136,7 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
             wrapper = OnOneDevice(wrapper)
         super().add_wrapper_with_key(wrapper_type, key, wrapper)
 
-    # --- what the memory manager asks and tells -------------------------------------------------------------------------
+    # --- calls by the memory manager ------------------------------------------------------------------------------------
 
     def model_size(self) -> int:
         """Return the model's bytes on this process's device: 0 if no rank uses it, and less than the whole if the weights are
@@ -210,7 +210,7 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         self.model.current_weight_patches_uuid = ON_RANKS
 
     def load_on_ranks(self) -> int:
-        """Load the model onto the ranks, and off this process's devices. Return the additional bytes on its own device. Raises
+        """Load the model onto the ranks, after `make_way`. Return the additional bytes on this process's device. Raises
         UnsupportedError if no placement fits."""
         before = self.loaded_size()
         make_way(self.model)
@@ -322,7 +322,7 @@ def path_of(weight: str) -> str:
 
 @cache
 def _over(cls: type[Any], plain: type[Any]) -> type[Any]:
-    """Return a class of patchers of ours over the class of the model's own patcher, which loads it on one device."""
+    """Return our class of patchers over the class of the model's patcher, which loads it on one device."""
     return cls if plain is comfy.model_patcher.ModelPatcher else type(cls.__name__, (cls, plain), {})
 
 

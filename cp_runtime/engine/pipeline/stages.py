@@ -1,4 +1,4 @@
-"""Stages of a model: each rank computes consecutive blocks, with the model's own forward.
+"""Stages of a model: each rank computes consecutive blocks, with the model's forward.
 
 Every rank runs the whole forward. A block of another stage is *skipped*: it returns zeros in the form of its outputs, or, where a
 block of this stage or the result depends on them, the tensors received from the block's stage. So everything between blocks runs on
@@ -43,8 +43,10 @@ class StagedCall(RunningCall):
 
 
 def staged_blocks(model: nn.Module, plan: ShardingPlan) -> list[Block]:
-    """Return the blocks to divide into stages: those in the plan, in the model's order. Raises PlanError if another method is
-    called."""
+    """Return the blocks to divide into stages: those in the plan, in the model's order.
+
+    Raises PlanError if the model calls another method of them than forward.
+    """
     for pattern in plan.modules:
         if method_of(pattern) != "forward":
             raise PlanError(f"{plan.origin}: the model calls {method_of(pattern)} of its blocks, which cannot be skipped.")

@@ -28,7 +28,7 @@ def row_layout(rows: int, world_size: int, least: int = 1, shares: Shares = (), 
 
 
 def needed(layout: JointLayout, rank: int, scale: int, above: int, below: int) -> tuple[Segment, Segment]:
-    """Return (start, stop) of the other ranks' rows that a rank needs, above and below its own, at `scale` rows for each."""
+    """Return (start, stop) of the other ranks' rows that a rank needs, above and below its rows, at `scale` rows for each."""
     start, stop = (scale * row for row in layout.contributed(rank))
     if stop == start:
         return (0, 0), (0, 0)

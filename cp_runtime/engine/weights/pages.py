@@ -16,8 +16,8 @@ Ranges = list[tuple[int, int]]  # (first address, address after the last)
 
 
 def mapped(path: str, *, unwritten: bool = False) -> Ranges:
-    """Return the ranges of addresses at which this process has mapped a file. `unwritten`: only those without private pages, i.e.
-    pages that this process has written to.
+    """Return the ranges of addresses at which this process has mapped a file. `unwritten`: only those without a page that this
+    process has written to, and has to itself since.
 
     Device and inode come from a page mapped for this purpose: on some file systems `stat` reports others than the kernel.
     """
