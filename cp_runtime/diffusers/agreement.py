@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 
 
 def check_settings(settings: Mapping[str, Any], group: RankGroup) -> None:
-    """Raise ConfigError, on all ranks alike, unless all ranks apply context parallelism alike. One collective of 4 KB."""
+    """Raise ConfigError, on all ranks alike, unless all ranks have the same settings. One collective of 4 KB."""
     table = agree([digest(value) for value in settings.values()], group)
     wrong = [name for name, column in zip(settings, zip(*table, strict=True), strict=True) if len(set(column)) > 1]
     if wrong:
@@ -103,7 +103,7 @@ def _sum_of(tensor: Tensor) -> int:
 
 
 def agree(told: Any, group: RankGroup) -> list[Any]:
-    """Return what every rank was told, as JSON; raise it on all ranks if it is an error. One collective of 4 KB."""
+    """All-gather a value as JSON; raise it on all ranks if it is an error. One collective of 4 KB."""
     own = told if isinstance(told, Exception) else None
     if own is not None:
         kind = "" if isinstance(own, PlanError) else f"{type(own).__name__}: "
@@ -119,15 +119,15 @@ def agree(told: Any, group: RankGroup) -> list[Any]:
 
 
 class ErrorOfRank(PlanError):
-    """An error of another rank, which all raise."""
+    """An error of another rank, raised on all ranks."""
 
 
 @not_compiled_itself
 def in_step(run: Callable[[Callable[[], None]], Result], group: RankGroup) -> Result:
-    """Run something that all ranks run, and raise an error of one on all: those that have one raise their own.
+    """Run a function on all ranks, and raise an error of one rank on all. Ranks with an error raise their own.
 
-    `run` gets a function to call before the ranks exchange something: they ask each other whether all have got there, so that none
-    waits for one that has not. A collective of a number.
+    `run` gets a function to call before any exchange between ranks: they ask each other whether all have reached it, so that none
+    waits for a failed one. A collective of a number.
     """
 
     @not_compiled

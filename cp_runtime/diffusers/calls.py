@@ -24,7 +24,7 @@ from . import agreement
 from .torch_function import SharedAttention
 
 TRAINING = "For training take diffusers' own enable_parallelism, or torchtitan."
-FORMS = 64  # forms of calls that are remembered: shapes and kinds of arguments
+FORMS = 64  # forms of calls to remember: shapes and kinds of arguments
 REACHED_BACKENDS = {"native", "_native_cudnn", "_native_efficient", "_native_flash", "_native_math"}
 """Attention backends of diffusers that call torch's function. Others attend out of reach."""
 
@@ -34,7 +34,7 @@ _RUNNING = threading.RLock()
 
 @contextmanager
 def one_at_a_time(module: nn.Module) -> Iterator[None]:
-    """Run a call over the ranks. Raises PlanError: another thread runs one, in whose messages this one's would come."""
+    """Run a call over the ranks. Raises PlanError if another thread runs one, as their messages would mix."""
     if not _RUNNING.acquire(blocking=False):
         raise PlanError(
             f"{type(module).__name__} was called while another call over the ranks runs in another thread: ranks compute calls one "
@@ -128,7 +128,7 @@ class ShardedCalls:
             args, kwargs = share.take_call(args, kwargs, self._names, self._whole)
         installed = self._installed
         with installed.call(sequence, lambda shape: degrees, weights=self._weights) as call, SharedAttention(call):
-            call.ask, call.expects_attention = ask, ask is not None  # what is cached later does not attend
+            call.ask, call.expects_attention = ask, ask is not None  # later calls may skip attention by a cache
             out = installed.forward(self._stock, *args, **kwargs)
         if share is None:
             return out

@@ -28,7 +28,7 @@ BLOCKS = ("transformer_blocks", "single_transformer_blocks", "blocks")  # diffus
 
 
 def staged_table(module: nn.Module) -> Table:
-    """Return a module's own table, which also names its blocks. Raises PlanError: its class is not known to run in stages."""
+    """Return a module's own table, which also names its blocks. Raises PlanError unless its class is known to run in stages."""
     found = known(module)
     if found is None or not found.staged:
         others = ", ".join(name for name, each in CLASSES.items() if each.staged)

@@ -1,8 +1,8 @@
 """Plans in diffusers' form: `{module path: {argument or output index: ContextParallelInput} | ContextParallelOutput}`.
 
-They name no streams. Here every split argument becomes a stream of its own, named after the argument. A single stream attends to
-itself. Of several, the arguments of diffusers' attention modules tell whose keys they use, and `known` the order in which a class
-joins them. For any other class with several streams, a `ModulePlan` in the table says it.
+They name no streams. Here every split argument becomes a separate stream, named after the argument. A single stream attends to
+itself. With several, the arguments of diffusers' attention modules reveal the streams of the keys, and `known` holds the order in
+which a class joins them. For any other class with several streams, the table needs a `ModulePlan`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..nested import rebuild
 from .known import ENCODER, HIDDEN, known
 
 NAMED = ("the plan: ", "Correct the plan.")  # prefix and remedy if a module is missing
-TOKENS = (None, 3)  # `expected_dims` of what may be tokens
+TOKENS = (None, 3)  # `expected_dims` of possible tokens
 
 
 def plan_from_table(module: nn.Module, table: Mapping[str, Any]) -> ShardingPlan:

@@ -24,6 +24,8 @@ REMEDY = (
 
 
 class SharedAttention(TorchFunctionMode):
+    """A mode that shares attention over all ranks where the call needs it."""
+
     def __init__(self, call: RunningCall) -> None:
         super().__init__()
         self._call = call
@@ -46,7 +48,7 @@ class SharedAttention(TorchFunctionMode):
 
     @not_compiled
     def _mean(self, own: Tensor, values: Tensor) -> Tensor:
-        """Return the mean over the elements of all ranks, the same on each: caches decide by it what all of them compute."""
+        """Return the mean over the elements of all ranks, the same on each: caches use it to choose the same path."""
         counted = torch.stack([own.double() * values.numel(), own.new_tensor(values.numel(), dtype=torch.float64)])[None]
         (rows,) = self._call.mesh.whole.all_gather([counted], [1] * self._call.mesh.size, 0)
         total, count = rows.sum(0)
@@ -82,11 +84,8 @@ class SharedAttention(TorchFunctionMode):
         return out.transpose(1, 2)
 
     def _streams(self, query: Tensor, key: Tensor) -> AttentionStreams:
-        """Return the streams of queries and keys; none of keys where every rank has all of them.
-
-        Raises:
-            PlanError: the plan does not say what the attention is over, or says something else.
-        """
+        """Return the streams of queries and keys; none of keys where every rank has all of them. Raises PlanError if the plan
+        leaves the streams open, or contradicts them."""
         call, scope, state = self._call, self._call.scope, self._call.state
         name, numbers = scope.name or "the model", (query.shape[-2], key.shape[-2])
         if call.attention_is_local:

@@ -56,8 +56,8 @@ class RunningCall:
 
     Attributes:
         state: streams, lengths and layouts.
-        ask: called before the ranks exchange tokens; they then also compare masks, for which they wait for the device.
-        expects_attention: an attention that should be shared and is not reached is an error.
+        ask: called before the ranks exchange tokens; if set, they also compare masks, for which they wait for the device.
+        expects_attention: missing an attention that should be shared is an error.
     """
 
     def __init__(
