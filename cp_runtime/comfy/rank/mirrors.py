@@ -235,8 +235,8 @@ class Mirrors:
         return available(self.device)
 
     def to_device(self, mirror: Mirror, needed: float, *, networks: bool = True) -> None:
-        """Move weights, patches and (unless `networks` is False) their networks to the device, and leave `needed` bytes free for a
-        call."""
+        """Move weights, weight patches and, with `networks`, those of other nodes' patches to the device. Leave `needed` bytes free
+        for a call."""
         patcher = mirror.patcher
         wanted = [patcher, *(ATTACHED.values() if networks else ())]
         loaded = {id(loaded.model) for loaded in model_management.current_loaded_models}

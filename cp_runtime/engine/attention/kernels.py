@@ -1,6 +1,7 @@
-"""Attention kernels that also return the log-sum-exp of the scores, which ring attention needs for merging. Each kernel in the
-registry declares its supported inputs; `attend_with_lse` picks the first suitable one, brings its inputs and result into a common
-form, and falls back to float32 matrix products.
+"""Attention kernels that also return the log-sum-exp of the scores, which ring attention needs for merging.
+
+Each kernel in the registry declares its supported inputs; `attend_with_lse` picks the first suitable one, brings its inputs and
+result into a common form, and falls back to float32 matrix products.
 
 | kernel | where | log-sum-exp it returns |
 |---|---|---|
