@@ -18,8 +18,7 @@ Neither can record collectives or another process's computations."""
 
 
 def forbid_recording(args: Any) -> dict[str, bool]:
-    """Disable ComfyUI's recording from now on, and return the previous switches. `args`: `comfy.cli_args.args`, which ComfyUI reads
-    whenever a forward begins."""
+    """Disable ComfyUI's recording, and return the old switches in `args`, which ComfyUI reads when a forward begins."""
     before = {name: value for name, value in vars(args).items() if name in RECORDING}
     vars(args).update(dict.fromkeys(before, True))
     return before

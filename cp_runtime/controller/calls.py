@@ -42,8 +42,7 @@ class ModelState(Protocol):
         """Return the load request and the tensors of its weight patches. `device_bytes`: of weights on each rank's device."""
 
     def verify(self, request: Load, payload: Tensor, loaded: Sequence[Loaded], pids: Sequence[int]) -> None:
-        """Compare it with the ranks' reports, by rank. `payload`: the request's tensors, as bytes. Raises MirrorError on a
-        difference."""
+        """Compare it with the ranks' reports and the request's tensors. Raises MirrorError naming rank and both values."""
 
 
 @dataclass(frozen=True, kw_only=True)

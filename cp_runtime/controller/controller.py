@@ -122,8 +122,7 @@ class Controller:
                 self._unload(workers, key)
 
     def make_room(self, device: torch.device, key: str | None = None) -> None:
-        """Free the ranks' cached memory on a device. Never raises. The model `key` leaves the device as well, until its next
-        call."""
+        """Free the ranks' cached memory on a device. Never raises. The model `key` leaves it as well until its next call."""
         workers = self.workers
         if workers is None or str(device) not in workers.pool.config.devices or not (key is None or self.on_device(key)):
             return  # do not wait for the lock with nothing to do

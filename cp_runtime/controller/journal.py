@@ -1,5 +1,4 @@
-"""Records for the status and the report of CP Sampler: last error and last sampling run; and the user's preferences in the
-panel."""
+"""Records for the status and the report of CP Sampler: last error and last run; and the user's preferences in the panel."""
 
 from __future__ import annotations
 

@@ -122,8 +122,7 @@ def choose(config: RuntimeConfig, demand: Demand, room: float | None, at_least: 
 
 
 def next_smaller(demand: Demand, placement: str, ranks: int) -> str | None:
-    """Return the first later placement that takes less device memory, or None: two large blocks may take more than the whole
-    model."""
+    """Return the first later placement with less device memory, or None: two large blocks may take more than the whole model."""
     held = demand.on_device(placement, ranks)
     behind = PLACEMENTS[PLACEMENTS.index(placement) + 1 :]
     return next((other for other in behind if demand.on_device(other, ranks) < held), None)

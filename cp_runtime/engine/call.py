@@ -177,8 +177,7 @@ class RunningCall:
         return self._all_tokens(self._model_name, (stream,), dim, value)
 
     def to_heads(self, tensors_BLHD: Sequence[Tensor]) -> list[Tensor]:
-        """Exchange all heads of this rank's tokens of a stream for all tokens of its share of the heads, `[B, heads, tokens,
-        D]`."""
+        """Exchange tokens of a stream, with all heads, for all tokens of this rank's heads, `[B, heads, tokens, D]`."""
         if self.attention_is_local:
             return [tensor.transpose(1, 2) for tensor in tensors_BLHD]
         first, mesh = tensors_BLHD[0], self.mesh

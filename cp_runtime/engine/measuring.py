@@ -37,8 +37,7 @@ class Measured:
     inside: tuple[tuple[float, float], ...] = ()
 
     def of(self, *groups: Sequence[int]) -> Rates:
-        """Return the mean over the ranks in some groups, with the link while all groups send: inside of machines if each is on
-        one."""
+        """Return the mean over the ranks in some groups. The link is the one inside machines if each group is on one."""
         ranks = [rank for group in groups for rank in group]
         some, all_ = [self.each[rank] for rank in ranks], self.each
         links = [(one.latency, one.bandwidth) for one in all_]
@@ -80,8 +79,7 @@ def device_driver() -> str:
 
 
 def measure(mesh: SequenceMesh, device: torch.device, name: str = "", machines: Sequence[str] = ()) -> Measured:
-    """Measure this rank and its links, together with all ranks, in a fraction of a second. `name`: kind of device; `machines`: of
-    all ranks."""
+    """Measure this rank and its links, with all ranks, in a fraction of a second. `name`: kind of device; `machines`: of ranks."""
     whole, ranks = mesh.whole, mesh.size
     cpu, place = device.type == "cpu", torch.device("cpu") if whole.via_host else device
     tokens, elements, side = SIZES["cpu" if cpu else "accelerator"]

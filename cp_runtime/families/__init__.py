@@ -37,8 +37,7 @@ def class_name(model: nn.Module) -> str:
 
 
 def plan_for(model: nn.Module) -> FamilyPlan:
-    """Return the checked plan of a diffusion model. Raises UnsupportedError if its class has none, PlanError if the plan is for
-    another model."""
+    """Return a diffusion model's checked plan. Raises UnsupportedError if its class has none, PlanError if it is another's."""
     plan = PLANS.get(class_name(model))
     if plan is None:
         raise UnsupportedError(

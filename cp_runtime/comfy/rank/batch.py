@@ -79,7 +79,7 @@ class Given(NamedTuple):
 
 
 def part_of(plan: FamilyPlan, request: Call, arguments: dict[str, Any], mesh: BatchMesh, alone: bool) -> CallPart | None:
-    """Return this rank's part of a call; None = it idles. `alone`: all ranks compute the work of one, as they share its weights."""
+    """Return this rank's part of a call; None = it idles. `alone`: all ranks compute the work of one, with sharded weights."""
     everyone, stage = mesh.whole, None
     if request.pipeline is not None:
         stage = mesh.stage(request.pipeline.stages)

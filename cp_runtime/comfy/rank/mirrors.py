@@ -60,8 +60,7 @@ class Mirrors:
         self.entries: dict[str, Mirror] = {}
 
     def load(self, request: Load, block: Tensor, mesh: BatchMesh) -> Loaded:
-        """Load the model of a request if it is new, and take its weight patches, whose tensors stay in `block`. The next call moves
-        both to the device."""
+        """Load a request's model if it is new, and take its patches; their tensors stay in `block`. The next call moves both."""
         began = time.perf_counter()
         key, placement = request.key, request.placement
         if key in self.entries and self.entries[key].placement != placement:
@@ -235,8 +234,7 @@ class Mirrors:
         return available(self.device)
 
     def to_device(self, mirror: Mirror, needed: float, *, networks: bool = True) -> None:
-        """Move weights, weight patches and, with `networks`, those of other nodes' patches to the device. Leave `needed` bytes free
-        for a call."""
+        """Move weights, patched, and (with `networks`) other nodes' networks to the device. Leave `needed` bytes free."""
         patcher = mirror.patcher
         wanted = [patcher, *(ATTACHED.values() if networks else ())]
         loaded = {id(loaded.model) for loaded in model_management.current_loaded_models}
@@ -264,8 +262,7 @@ class Mirrors:
         trim_heap()
 
     def make_room(self, key: str | None) -> None:
-        """Free cached memory of the device. With `key` that model, and all networks of patches, leave the device until their next
-        call."""
+        """Free cached device memory. With `key` that model and all networks leave the device until their next call."""
         self.free_buffers()
         leaving = [] if key is None else [self.mirror_of(key).patcher, *ATTACHED.values()]
         for loaded in list(model_management.current_loaded_models):

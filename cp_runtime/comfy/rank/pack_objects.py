@@ -96,8 +96,7 @@ def _attend(module: Any, q: Tensor, context: Tensor, transformer_options: Any) -
 
 
 def _normalised(toward: Tensor, away: Tensor, nag_scale: float, nag_alpha: float, nag_tau: float, inplace: bool) -> Tensor:
-    """Extrapolate from `away` to `toward`, up to `nag_tau` times the norm, and mix with `toward`. `inplace`: the node's
-    rounding."""
+    """Extrapolate from `away` to `toward`, up to `nag_tau` times the norm, and mix with `toward`. `inplace`: node's rounding."""
     rest = nag_scale - 1
     out = away.mul_(rest).neg_().add_(toward, alpha=nag_scale) if inplace else toward * nag_scale - away * rest
     norm, reached = (t.norm(p=1, dim=-1, keepdim=True) for t in (toward, out))

@@ -145,8 +145,7 @@ def file_backed_weights(cast_later: bool = False, dynamic: bool = False) -> Iter
 
 
 def adopt(module: nn.Module, name: str, tensor: Tensor | None, *, other_dtype: bool = False) -> bool:
-    """Make `tensor` the module's parameter `name`, on any device, if it is plain and of the same shape and (unless `other_dtype`)
-    dtype."""
+    """Make a plain `tensor` of the same shape, and dtype unless `other_dtype`, the parameter `name`, on any device."""
     current = getattr(module, name)
     if (
         type(tensor) not in (Tensor, nn.Parameter, CastWeight)

@@ -258,8 +258,7 @@ def _encode(key: str, strength: float, patch: Any, strength_model: float, offset
 
 
 def _encode_weight(key: str, weight: Tensor, convert: Any) -> tuple[Any, ...]:
-    """Encode a merge's weight of the other model: stored numbers and dtype. ComfyUI merges no quantised ones
-    (`get_key_patches`)."""
+    """Encode a weight of a merge's other model: stored numbers and dtype. ComfyUI merges no quantised ones."""
     if type(weight) in (Tensor, nn.Parameter, CastWeight) and getattr(convert, "__module__", "") in CONVERTING:
         return memory_of(weight), weight.dtype
     raise MirrorError(

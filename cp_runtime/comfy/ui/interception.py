@@ -161,7 +161,7 @@ class OnOneDevice:
 
 
 class GuardedForward(Replacement):
-    """Replacement for a `forward` that may bypass the innermost method, and would run in this process then: refuses."""
+    """Replacement that refuses a `forward` which may bypass the innermost method and would then run in this process."""
 
     def run(self, owner: ContextParallelPatcher, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:

@@ -50,8 +50,7 @@ def _in_graph(thing: Any, node: str | None = None) -> list[tuple[str, str]]:
 
 
 def _makers(thing: Any) -> list[str]:
-    """Return the ids of nodes that may make a patch: with its code in their class, else of its module with its name in their
-    method."""
+    """Return the ids of nodes that may make a patch: those whose class has its code, else those that name it."""
     module, _, path = name_of(thing).partition(":")
     head = path.split(".")[0]
     if head in _MADE_BY and module.startswith("comfy"):

@@ -139,8 +139,7 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
     # --- calls by the memory manager ------------------------------------------------------------------------------------
 
     def model_size(self) -> int:
-        """Return the model's bytes on this process's device: 0 if no rank uses it, and less than the whole if the weights are
-        sharded."""
+        """Return the model's bytes on this process's device: 0 if no rank uses it; less than the whole if sharded."""
         if not self.cp_local and str(self.load_device) not in self.cp_config.devices:
             return 0
         resident = None if self.cp_local else CONTROLLER.resident(notes_of(self.model).key)

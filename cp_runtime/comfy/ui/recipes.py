@@ -114,8 +114,7 @@ class NodeCall:
 
 
 def watch_node_loaders(prompt: Any) -> Any:
-    """Wrap the loaders among ComfyUI's nodes; return `prompt` unchanged. ComfyUI calls this, after all imports, before it queues
-    one."""
+    """Wrap the loaders among ComfyUI's nodes; return `prompt` unchanged. ComfyUI calls this, after imports, for every prompt."""
     nodes = getattr(sys.modules.get("nodes"), "NODE_CLASS_MAPPINGS", {})
     for name in NOTED:
         cls: Any = nodes.get(name)
@@ -255,8 +254,7 @@ def factory_recipe(init: tuple[Any, ...]) -> Recipe:
 
 
 def node_recipe(call: NodeCall, stamp: FileStamp) -> Recipe:
-    """Return the recipe of a model loaded by a node in NODE_LOADERS. `stamp`: of its file. Raises MirrorError like
-    `factory_recipe`."""
+    """Return the recipe of a model loaded by a node in NODE_LOADERS. `stamp`: of its file. Raises like `factory_recipe`."""
     name = f"{call.cls.__qualname__}.{call.method}"
     named = f"the workers cannot repeat the node {call.node}, which is {call.cls.__module__}.{name}"
     if getattr(sys.modules.get(call.cls.__module__), call.cls.__qualname__, None) is not call.cls:

@@ -1,5 +1,4 @@
-"""The panel's routes on ComfyUI's own server, under its rules about origins; and websocket events when the workers' state
-changes."""
+"""The panel's routes on ComfyUI's own server, under its rules about origins; and events when the workers' state changes."""
 
 from __future__ import annotations
 

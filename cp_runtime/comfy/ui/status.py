@@ -123,8 +123,7 @@ def _compiling(pool: WorkerPool) -> list[int]:
 
 
 def ending(server: Any, node: Node | None) -> str | None:
-    """Return how the prompt of a node ended before the node did: "failed", "cancelled", "" if the node was done, None if it still
-    runs."""
+    """Return how a node's prompt ended before the node: "failed", "cancelled", "" if the node was done, None if it runs."""
     entry = None if node is None else server.prompt_queue.history.get(node.prompt_id)
     if node is None or entry is None:
         return None

@@ -239,8 +239,7 @@ class VAEPatcher(ContextParallelPatcher):
 
 
 class Network:
-    """Replacement for the network of ComfyUI's VAE: `run` (name of the method, input) decodes and encodes, `stock` does the
-    rest."""
+    """Replacement for the network of ComfyUI's VAE: `run` (method name, input) decodes and encodes, `stock` does the rest."""
 
     def __init__(self, stock: Any, run: Callable[[str, Tensor], Tensor]) -> None:
         self._stock, self._run = stock, run

@@ -161,8 +161,7 @@ class Stages:
                 pending.wait()
 
     def survey(self, run: Run) -> list[Visit]:
-        """Return the runs of blocks in a forward, and the stages that need their outputs. Only in a `call`; `run`: without
-        peers."""
+        """Return the runs of blocks in a forward, and the stages that need them. Only in a `call`; `run`: without peers."""
         order = self._surveyed(run, ())[0]
         owners = [self._owners[number] for number, _ in order]
         last = self._group.size - 1

@@ -79,8 +79,7 @@ _of_worlds: WeakKeyDictionary[dist.ProcessGroup, dict[Any, Groups]] = WeakKeyDic
 
 
 def groups_of_world(like: dist.ProcessGroup | None, timeout: timedelta | None = None) -> Groups:
-    """Return the world's `Groups` for a backend and timeout, by default that of `like`. All meshes share it, so no group is created
-    twice."""
+    """Return the world's `Groups` for a backend and timeout, `like`'s by default. All meshes share it: no group exists twice."""
     world = dist.group.WORLD
     if like is None or world is None:
         return Groups(None)

@@ -204,8 +204,7 @@ class JointLayout:
                 at += stop - start
 
     def replicated(self, rank: int) -> Iterator[tuple[slice, slice, tuple[int, ...]]]:
-        """Yield, per replicated stream: slice of its share in the rank's contribution, its slice in the rank's tokens, all
-        shares."""
+        """Yield, per replicated stream: slice of its share in the rank's contribution, its slice in the rank's tokens, shares."""
         if not any(split.replicated for split in self.splits):
             return
         share_at = held_at = 0

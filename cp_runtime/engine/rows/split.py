@@ -144,8 +144,7 @@ class SplitRows(TorchFunctionMode):
     def _around(
         self, x: Tensor, own: Tensor, window: Window, neighbours: Neighbours, edges: tuple[bool, bool]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the rows that the convolution reads: those above, this rank's, and those below. `edges`: which are the
-        picture's."""
+        """Return the rows that the convolution reads: above, this rank's, below. `edges`: which are the picture's."""
         above, below = neighbours.wait()
         given = x.split([window.given, window.rows, x.shape[self._dim] - window.given - window.rows], self._dim)
         if x.shape[self._dim] > window.rows:  # it is padded

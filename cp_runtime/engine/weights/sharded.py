@@ -263,8 +263,7 @@ class ShardedWeights:
         self._ask(expected, -(-left // max(1, attentions + 1 - self._attentions)))
 
     def _start(self, sharded: ShardedBlock) -> bool:
-        """Give a buffer to a block: a free one, or an idle block's, preferably not the next one's. False if running blocks have
-        them all."""
+        """Give a buffer to a block: a free one, or an idle block's, preferably not the next one's. False if all run."""
         if not self._buffers:
             idle = [held for held in self._held if not held.running]
             if not idle:
