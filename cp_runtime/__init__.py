@@ -23,7 +23,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for, and not before: a worker needs nothing of the Python API, which imports torch's compiler."""
+    """Import an attribute on first use: a worker needs nothing of the Python API, which imports torch's compiler."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from .diffusers import api, weights

@@ -1,8 +1,8 @@
-"""Files in the user's cache folder that save ComfyUI from finding the same things out again.
+"""Files in the user's cache folder with results that are expensive to find again.
 
-A file is a convenience: whatever is no file of this version counts as absent and is replaced. A disk that is full or read-only is
-no error. Two ComfyUIs may write one file: each reads it anew and renames a new one over it, so that at most an entry of that moment
-is lost, and no reader sees half of a file.
+A file is a convenience: anything but a file of this version counts as absent and is replaced. A disk that is full or read-only is
+no error. Two ComfyUIs may write one file: each reads it anew and renames a new one over it, so at most an entry of that moment is
+lost, and no reader sees half of a file.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any
 log = logging.getLogger("context_parallel")
 
 VERSION = 3
-MAX_ENTRIES = 1500  # the oldest of more are removed
-MAX_BYTES = 1 << 20  # of a file that is read: while JSON is read, nothing else runs in this process
+MAX_ENTRIES = 1500  # older ones are removed
+MAX_BYTES = 1 << 20  # of a file to read: while JSON is read, nothing else runs in this process
 
 
 def cache_folder() -> str:
-    """Return this user's folder for what this pack would otherwise have to find out again."""
+    """Return this user's cache folder for this pack."""
     return os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "comfyui-context-parallel")
 
 
@@ -47,7 +47,7 @@ class CacheFile:
         try:
             kept = {name: entry for name, entry in self._read().items() if name not in entries} | entries
             self._write({name: kept[name] for name in list(kept)[-MAX_ENTRIES:]})
-        except OSError as error:  # also where it could not be read just now: what is in it must stay
+        except OSError as error:  # also where it could not be read just now: its entries must stay
             log.debug("%s is not written: %s", self._file.name, error)
 
     def _read(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""The versions of ComfyUI that the pack was tested with, and all that is switched between them.
+"""The versions of ComfyUI that the pack was tested with, and all switches between them.
 
-Where a look at ComfyUI tells what it can do, the code looks there and no version is asked for.
+Where ComfyUI's code shows a capability, the caller checks for that instead of a version.
 """
 
 from __future__ import annotations
@@ -10,16 +10,15 @@ from contextlib import contextmanager
 from typing import Any
 
 TESTED = ("0.30.0", "0.33.0")
-"""Oldest first. A plan or a test of something newer than the first names its own version, `since`."""
+"""Oldest first. A plan or a test for a newer version names it with `since`."""
 
 RECORDING = ("disable_cuda_graphs", "disable_comfy_compiler")
-"""Command-line switches of what records a forward to repeat it: CUDA graphs per block (0.33), the compiler of allocations (0.34).
-Neither can record collectives or what another process computes."""
+"""Command-line switches of recorders that repeat a forward: CUDA graphs per block (0.33), the compiler of allocations (0.34).
+Neither can record collectives or another process's computations."""
 
 
 def forbid_recording(args: Any) -> dict[str, bool]:
-    """Have ComfyUI record nothing from now on, and return the switches as they were. `args`: `comfy.cli_args.args`, which ComfyUI
-    reads whenever a forward begins."""
+    """Disable ComfyUI's recording, and return the old switches in `args`, which ComfyUI reads when a forward begins."""
     before = {name: value for name, value in vars(args).items() if name in RECORDING}
     vars(args).update(dict.fromkeys(before, True))
     return before
@@ -27,7 +26,7 @@ def forbid_recording(args: Any) -> dict[str, bool]:
 
 @contextmanager
 def unrecorded(args: Any) -> Iterator[None]:
-    """Have ComfyUI record nothing meanwhile; see `forbid_recording`."""
+    """Disable ComfyUI's recording while active; see `forbid_recording`."""
     before = forbid_recording(args)
     try:
         yield

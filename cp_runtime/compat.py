@@ -1,4 +1,4 @@
-"""Private names of torch and diffusers, for which there are no public ones. No other module uses any."""
+"""Private names of torch and diffusers without public equivalents. No other module uses any."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def slots(module: nn.Module) -> tuple[dict[str, nn.Parameter | None], dict[str, 
 
 
 def state_dict_loader(cls: type[nn.Module]) -> Callable[..., Any]:
-    """Return the method by which a module class takes its part of a state dict."""
+    """Return the method by which a module class loads its part of a state dict."""
     return cls._load_from_state_dict
 
 
@@ -41,7 +41,7 @@ def flatten_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def versions(values: Iterable[Tensor]) -> tuple[int, ...] | None:
-    """Return how often each tensor was modified in place; None if one was made in inference mode, where torch does not count."""
+    """Return the number of in-place changes of each tensor; None if one was made in inference mode, where torch does not count."""
     counts = []
     for value in values:
         if value.is_inference():
@@ -51,7 +51,7 @@ def versions(values: Iterable[Tensor]) -> tuple[int, ...] | None:
 
 
 def fused_attention_functions() -> frozenset[Callable[..., Any]]:
-    """Return torch's functions that run a whole attention layer: what they call inside cannot be reached."""
+    """Return torch's functions that run a whole attention layer, whose inner calls cannot be intercepted."""
     names = ("_native_multi_head_attention", "_transformer_encoder_layer_fwd")
     return frozenset({F.multi_head_attention_forward, *(getattr(torch, name) for name in names if hasattr(torch, name))})
 
@@ -66,7 +66,7 @@ def load_op(name: str) -> Callable[..., Any] | None:
 
 
 def start_all_to_all(received: Tensor, send: Tensor, arriving: Sequence[int], sent: Sequence[int], group: Any) -> Any:
-    """Do what `dist.all_to_all_single` does with `async_op`, without its checks, which take longer than the rest on the host."""
+    """Call `dist.all_to_all_single` with `async_op`, without its checks, which take longer than the rest on the host."""
     return group.alltoall_base(received, send, arriving, sent, _asynchronous())
 
 
@@ -94,12 +94,11 @@ def parameter_slots(module: nn.Module) -> dict[str, Any]:
 
 
 def buffer_slots(module: nn.Module) -> dict[str, Any]:
-    """Return the dict of a module's own buffers."""
     return module._buffers
 
 
 class DispatchMode(TorchDispatchMode):
-    """While one is active, every operation of torch passes its `__torch_dispatch__`."""
+    """A mode in which every operation of torch passes its `__torch_dispatch__`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -112,7 +111,7 @@ def memory_number(tensor: Tensor) -> int:
 
 
 def keep_number(tensor: Tensor) -> object:
-    """Return what keeps the number of a tensor's memory from going to another one, without keeping the memory."""
+    """Return an object that reserves the number of a tensor's memory, without keeping the memory."""
     return _WeakMemory(tensor)
 
 
@@ -125,12 +124,12 @@ class _WeakMemory:
 
 
 _failed: list[Any] = []
-"""Graphs whose recording failed: torch's allocator of host memory goes on asking them."""
+"""Graphs whose recording failed: torch's allocator of host memory keeps asking them."""
 
 
 @contextmanager
 def recorded(graph: Any, pool: Any, stream: Any) -> Iterator[None]:
-    """Record what is launched inside into a CUDA graph, with memory of a pool of graphs. The device must have nothing to do.
+    """Record all work launched inside into a CUDA graph, with memory of a pool of graphs. The device must be idle.
 
     Other threads, such as NCCL's watchdog, may ask for their events meanwhile.
     """
@@ -183,12 +182,12 @@ def arguments_of(function: Any) -> list[Any]:
 def tensor_without_storage(
     cls: type[Any], shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> Any:
-    """Make a tensor of a subclass that only looks like one."""
+    """Make a tensor of a subclass without storage."""
     return Tensor._make_wrapper_subclass(cls, shape, strides=stride, dtype=dtype, device=device)
 
 
 def compiler_errors() -> tuple[type[Exception], ...]:
-    """Return what `torch.compile` raises if it cannot compile, before any of a full graph has run."""
+    """Return the errors of `torch.compile` for code it cannot compile, before any of a full graph has run."""
     from torch._dynamo import exc  # imported only on use, as it takes a second
 
     return exc.TorchDynamoException, exc.FailOnRecompileLimitHit
@@ -196,7 +195,7 @@ def compiler_errors() -> tuple[type[Exception], ...]:
 
 @contextmanager
 def compiler_settings(variants: int) -> Iterator[None]:
-    """Let a function be compiled for that many kinds of arguments, and treat equal sizes as unrelated, while active."""
+    """Allow a function to be compiled for that many kinds of arguments, and treat equal sizes as unrelated, while active."""
     from torch import _dynamo as dynamo
     from torch.fx.experimental import _config as shapes
 
@@ -205,7 +204,7 @@ def compiler_settings(variants: int) -> Iterator[None]:
 
 
 def on_compilation(tell: Callable[[int], None]) -> None:
-    """Call `tell` whenever this process starts to compile, with the running number, and with 0 when it is done."""
+    """Call `tell` at the start of every compilation of this process, with the running number, and with 0 at its end."""
     from torch._dynamo.callback import callback_handler
 
     numbers = itertools.count(1)
@@ -214,7 +213,7 @@ def on_compilation(tell: Callable[[int], None]) -> None:
 
 
 def compiler_counts() -> dict[str, int]:
-    """Count this process's compiled graphs, and the places where a construct broke a graph in two."""
+    """Count this process's compiled graphs, and its graph breaks."""
     from torch._dynamo.utils import counters
 
     return {"graphs": counters["stats"]["unique_graphs"], "breaks": sum(counters["graph_break"].values())}
@@ -242,7 +241,7 @@ def not_compiled_itself(function: Function) -> Function:
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
-    """Return the module that `torch.compile` was given, if this is its result."""
+    """Return the original module of a `torch.compile` result, or the module itself."""
     inner = getattr(module, "_orig_mod", None)
     return inner if isinstance(inner, nn.Module) else module
 

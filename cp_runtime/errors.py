@@ -1,7 +1,7 @@
-"""Every error that the extension raises on purpose.
+"""The errors that the extension raises on purpose.
 
-All of them derive from `ContextParallelError`. A message says what is wrong, what was got, what is allowed and what to do; that
-of a setting begins with what to do, as ComfyUI cuts messages off.
+All of them derive from `ContextParallelError`. A message names the problem, the actual and the allowed values, and the remedy. For
+a setting the remedy comes first, as ComfyUI cuts messages off.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 MAX_SHOWN = 200  # characters of a value in an error
-MAX_REMEDY = 100  # characters that ComfyUI's message surely shows of an error
+MAX_REMEDY = 100  # characters of an error that ComfyUI's message is sure to show
 
 
 class ContextParallelError(RuntimeError):
@@ -27,7 +27,7 @@ class PlanError(ContextParallelError, ValueError):
 
 
 class UnknownStreamError(PlanError):
-    """A plan speaks of a stream that no argument has defined in this call yet."""
+    """A plan names a stream that no argument has defined in this call yet."""
 
 
 class UnsupportedError(ContextParallelError):
@@ -35,13 +35,7 @@ class UnsupportedError(ContextParallelError):
 
 
 class CompileError(ContextParallelError):
-    """The compiler cannot take a block of the model.
-
-    Args:
-        block: class of the block.
-        backend: backend of `torch.compile`.
-        cause: the compiler's message, one line.
-    """
+    """The compiler cannot compile a block of the model, of the class `block`. `cause`: the compiler's message, one line."""
 
     def __init__(self, block: str, backend: str, cause: str) -> None:
         self.block = block
@@ -64,15 +58,11 @@ class ProtocolError(ContextParallelError):
 
 
 class PoolError(ContextParallelError):
-    """The worker pool could not do what it was asked to."""
+    """A command of the worker pool failed."""
 
 
 class PoolTimeout(PoolError):
-    """The workers did not answer within their deadline.
-
-    Args:
-        rank: the one that the others wait for; None = nobody knows.
-    """
+    """The workers did not answer within their deadline. `rank`: the one that the others wait for; None = unknown."""
 
     def __init__(self, message: str, rank: int | None = None) -> None:
         self.rank = rank
@@ -80,13 +70,10 @@ class PoolTimeout(PoolError):
 
 
 class RankError(PoolError):
-    """A worker rank failed.
+    """A worker rank failed: the first one, if several did.
 
     Args:
-        rank: the rank that failed first.
-        pid: its process id.
         kind: name of the exception type on that rank, or of the signal that ended it.
-        message: its message.
         trace: its traceback, empty where the process died without one.
     """
 
@@ -101,12 +88,11 @@ class RankOutOfMemory(RankError, torch.OutOfMemoryError):
 
 
 def bad_value(field: str, got: object, allowed: str, remedy: str) -> ConfigError:
-    """Build the error for a setting. What to do comes first, and with the field has at most MAX_REMEDY characters."""
+    """Build the error for a setting. The remedy comes first, and with the field has at most MAX_REMEDY characters."""
     return ConfigError(f"{field}: {remedy} Got {shown(got)}; allowed: {allowed}.")
 
 
 def check_choice(name: str, value: object, options: Sequence[str]) -> None:
-    """Raise ConfigError for what is none of the options."""
     if value not in options:
         two = len(options) == 2
         remedy = "Choose one of them." if two else "Leave it at auto unless you know better."
@@ -114,13 +100,12 @@ def check_choice(name: str, value: object, options: Sequence[str]) -> None:
 
 
 def check_switch(name: str, value: object) -> None:
-    """Raise ConfigError for what is neither True nor False."""
     if not isinstance(value, bool):
         raise bad_value(name, value, "True or False", "Set it to one of them.")
 
 
 def is_int(value: object) -> bool:
-    """Return whether a value is a whole number, and no bool."""
+    """Return whether a value is an int, and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 

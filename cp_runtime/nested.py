@@ -10,7 +10,7 @@ from torch.nn import Parameter
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """Yield all that is in nested lists, tuples and dicts."""
+    """Yield all leaves of nested lists, tuples and dicts."""
     if isinstance(value, (list, tuple)):
         for item in value:
             yield from leaves(item)
@@ -37,15 +37,14 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def difference(value: Any, expected: Any) -> float:
-    """Return by how much results differ, root mean square, in standard deviations of the expected one; of several tensors the
-    largest."""
+    """Return the root-mean-square difference, in standard deviations of the expected result; the largest of several tensors."""
     # On the host: some GPUs have no float64.
     pairs = [(a.cpu().double(), b.cpu().double()) for a, b in zip(tensors(value), tensors(expected), strict=True)]
     return max(((a - b).square().mean().sqrt() / b.std()).item() for a, b in pairs)
 
 
 def form_of(value: Any) -> object:
-    """Return a key for what decides a forward's path: shapes, dtypes and which values there are, but not their numbers."""
+    """Return a key of the inputs that decide a forward's path: shapes, dtypes and which values there are, but not their numbers."""
     if isinstance(value, Tensor):
         return value.shape, value.dtype
     if isinstance(value, (list, tuple)):
@@ -79,7 +78,7 @@ def is_plain_storage_subclass(tensor: Tensor) -> bool:
 
 
 def dressed_as(tensor: Tensor, model: Tensor) -> Tensor:
-    """Return plain memory under the class of a dressed tensor, with those attributes of it that the memory does not have itself."""
+    """Return plain memory under the class of a dressed tensor, with the attributes that the memory lacks."""
     made = tensor.as_subclass(type(model))
     vars(made).update(vars(model) | vars(made))
     return made

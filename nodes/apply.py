@@ -13,7 +13,7 @@ from .config import ALIASES, CATEGORY, WANTED, CPConfigType
 
 
 class ApplyContextParallel(io.ComfyNode):
-    """Lets several devices compute every denoise call of a model together."""
+    """A node that lets several devices compute every denoise call of a model together."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -44,7 +44,7 @@ class ApplyContextParallel(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, **_: Any) -> str:
-        """Return the devices of other machines: where they change, a model that was cached is for devices that are not there."""
+        """Return the devices of other machines: a model cached for an earlier set of them is invalid."""
         return ",".join(OTHERS.devices)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""CP Config: which devices, how many ranks, how a call is split."""
+"""CP Config: devices, number of ranks, and split of a call."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ WANTED = [
     "显存", "爆显存", "显存不足", "メモリ不足", "遅い", "速い",
     "faster vae", "加速", "多显卡", "多卡", "双卡", "多GPU", "并行", "高速化", "複数GPU", "並列",
 ]  # fmt: skip
-"""What people type who know nothing of context parallelism: it leads to the one node that they need, and to no other."""
+"""Search terms of people who know nothing of context parallelism: they lead to the only node they need."""
 
 
 def _input(name: str, setting: Setting) -> Any:
-    """Return the input of a setting."""
     default = setting.default
     common = {
         "default": default,
@@ -42,7 +41,7 @@ def _input(name: str, setting: Setting) -> Any:
 
 
 class CPConfig(io.ComfyNode):
-    """Describes the ranks. Starts nothing."""
+    """A node that describes the ranks. It starts nothing."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -70,8 +69,8 @@ class CPConfig(io.ComfyNode):
     ) -> bool:
         """Check the inputs that depend on the machine and on each other before the prompt is queued.
 
-        It raises: ComfyUI repeats a text that is returned for each of these inputs, and the frontend then shows it in none of its
-        toasts; an exception is shown once, in its own words.
+        It raises: ComfyUI repeats a returned text for each of these inputs, and the frontend then shows it in none of its toasts;
+        an exception is shown once, in its own words.
         """
         given = {
             "world_size": world_size, "devices": devices, "ulysses_degree": ulysses_degree, "ring_degree": ring_degree,
@@ -83,7 +82,7 @@ class CPConfig(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, **_: Any) -> str:
-        """Return the devices of other machines, which an empty `devices` stands for as well."""
+        """Return the devices of other machines, which an empty `devices` includes."""
         return ",".join(OTHERS.devices)
 
     @classmethod

@@ -17,7 +17,7 @@ MOST_PATCHES, MOST_WARMUP = 64, 1000
 
 
 class CPPipeFusion(io.ComfyNode):
-    """Divides a model's blocks into stages, and calls into patches. Starts nothing."""
+    """A node that divides a model's blocks into stages, and calls into patches. It starts nothing."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:

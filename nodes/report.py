@@ -1,4 +1,4 @@
-"""CP Report: shows the report of CP Sampler to people."""
+"""CP Report: shows the report of CP Sampler."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .config import ALIASES, CATEGORY
 
 
 class CPReport(io.ComfyNode):
-    """Shows a report as a picture: the summary, and bars."""
+    """A node that shows a report as a picture: the summary, and bars."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:

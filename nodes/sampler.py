@@ -14,7 +14,7 @@ from .config import ALIASES, CATEGORY, CPConfigType
 
 
 class CPSampler(io.ComfyNode):
-    """Samples like KSampler and reports what the ranks did."""
+    """A node that samples like KSampler and reports on the ranks."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:

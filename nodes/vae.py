@@ -58,7 +58,7 @@ def _run(
     temporal_size: int = 64,
     temporal_overlap: int = 8,
 ) -> io.NodeOutput:
-    """Run ComfyUI's own node, `stock` or `tiled`, with the VAE of the ranks. `given`: what it decodes or encodes."""
+    """Run ComfyUI's node, `stock` or `tiled`, with the VAE of the ranks. `given`: its input."""
     sizes = tile_size, overlap, temporal_size, temporal_overlap
     return io.NodeOutput(
         run_vae(vae, cp_config, mode, lambda each: stock(each, given)[0], lambda each: tiled(each, given, *sizes)[0])

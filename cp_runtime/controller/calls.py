@@ -1,4 +1,4 @@
-"""Calls of a model: what the owner of the model asks of the ranks."""
+"""Calls of a model, from its owner to the ranks."""
 
 from __future__ import annotations
 
@@ -20,31 +20,29 @@ from .placement import Demand
 
 
 class ModelState(Protocol):
-    """A model as its owner has it, which the ranks' copies must equal."""
+    """The owner's model, which the ranks' copies must equal."""
 
     @property
     def key(self) -> str:
-        """Identifies recipe and file."""
+        """Key of recipe and file."""
 
     @property
     def patches_uuid(self) -> str:
-        """Identifies its weight patches."""
+        """Key of its weight patches."""
 
     @property
     def demand(self) -> Demand:
-        """The memory that it takes of the devices."""
+        """Its memory on the devices."""
 
     @property
     def name(self) -> str:
         """Its file, as ComfyUI's loaders show it."""
 
     def request(self, placement: str, device_bytes: int) -> tuple[Load, TensorPacker]:
-        """Return the request to hold it, with the tensors of its weight patches. `device_bytes`: of weights on each rank's
-        device."""
+        """Return the load request and the tensors of its weight patches. `device_bytes`: of weights on each rank's device."""
 
     def verify(self, request: Load, payload: Tensor, loaded: Sequence[Loaded], pids: Sequence[int]) -> None:
-        """Compare it with what the ranks report, by rank. `payload`: the bytes of the request's tensors. Raises MirrorError: naming
-        the rank, what differs and both values."""
+        """Compare it with the ranks' reports and the request's tensors. Raises MirrorError naming rank and both values."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,21 +52,20 @@ class ModelCall:
     method: str  # its name, one of `pool.messages.Method`
     arguments: dict[str, Any]  # by name; plain data and tensors
     leading: tuple[str, ...]  # names of the first arguments, the latent and the timestep, which change with every call
-    device: torch.device  # where the result goes
-    in_place: tuple[str, ...]  # names of arguments that ranks leave in the memory of the message: each copies only its part
-    encode_network: Callable[[nn.Module], Any]  # makes plain data and tensors of one of the networks
-    mixes_batch: bool = False  # a patch of another node needs all items of the batch
-    networks: Mapping[str, nn.Module] = field(default_factory=dict)  # that patches in the arguments refer to, by key
+    device: torch.device  # of the result
+    in_place: tuple[str, ...]  # arguments that ranks leave in the memory of the message: each copies only its part
+    encode_network: Callable[[nn.Module], Any]  # makes plain data and tensors of a network
+    mixes_batch: bool = False  # another node's patch needs all items of the batch
+    networks: Mapping[str, nn.Module] = field(default_factory=dict)  # networks of patches in the arguments, by key
     memory_scale: float = 1.0  # expected memory of the call / ComfyUI's estimate for the latent
-    compile: CompileSettings | None = None  # of the model's blocks; None = they are not compiled
-    sampling: bool = True  # it belongs to a sampling run; the calls of a VAE do not
+    compile: CompileSettings | None = None  # of the model's blocks; None = uncompiled
+    sampling: bool = True  # part of a sampling run, unlike the calls of a VAE
 
     def kind(self, key: str) -> str:
-        """Return the kind of this call, for the model with this key."""
         return kind_of(f"{key} {self.method}", self.arguments)
 
     def guess(self, demand: Demand) -> CallWork | None:
-        """Return about what it computes, before it has ever run."""
+        """Estimate its work before its first run."""
         latent = next(tensors(self.arguments[self.leading[0]])) if self.leading else None
         if latent is None:
             return None
@@ -88,15 +85,15 @@ class Pace:
         self._last: dict[Hashable, tuple[float, int]] = {}
 
     def note(self, kind: Hashable, ranks: int, seconds: float, modules: int) -> None:
-        """Note that a call has ended. `ranks`: how many divided it. `modules`: planned modules that a rank passed."""
+        """Record the end of a call. `ranks`: number of ranks that shared it; `modules`: planned modules that a rank passed."""
         remember(self._last, kind, (seconds * ranks, modules), KINDS)
 
     def modules(self, kind: Hashable) -> int:
-        """Return how many planned modules a rank passed; 0 = not known."""
+        """Return the number of planned modules that a rank passed; 0 = unknown."""
         return self._last.get(kind, (0.0, 0))[1]
 
     def modules_per_check(self, kind: Hashable, ranks: int) -> int:
-        """Return how many planned modules `ranks` ranks may pass between two polls for Cancel; 0 = they need not poll."""
+        """Return the number of planned modules that `ranks` ranks may pass between two polls for Cancel; 0 = they need not poll."""
         if kind not in self._last:
             return 1
         work, modules = self._last[kind]

@@ -1,4 +1,4 @@
-"""The one owner of the workers in this process: starts, uses, restarts and ends them."""
+"""The only owner of the workers in this process: starts, uses, restarts and ends them."""
 
 from __future__ import annotations
 
@@ -30,18 +30,17 @@ from .workers import Workers
 
 log = logging.getLogger("context_parallel")
 
-RESTART_TIMEOUT = 15.0  # seconds that a prompt has to end once its workers are killed
+RESTART_TIMEOUT = 15.0  # seconds for a prompt to end after its workers are killed
 CLOSE_TIMEOUT = 3.0  # the same, at exit
-MORE_ROOM = 2.0  # factor on the expected memory of a call, once a rank had too little
+MORE_ROOM = 2.0  # factor on the expected memory of a call, after a rank had too little
 POLL = 0.1  # seconds between two polls for Cancel while another thread holds the lock
 
 
 class Controller:
-    """Owner of the workers. Everything that uses them holds the lock from beginning to end: a call, a load by ComfyUI's memory
-    manager, a restart.
+    """Owner of the workers. Every user holds the lock from beginning to end: a call, a load by ComfyUI's memory manager, a restart.
 
     Attributes:
-        workers: None before the first use. Another thread may replace it, so read it once and use what was read.
+        workers: None before the first use. Another thread may replace it, so read it once per use.
         times: of calls and starts, also those of earlier processes.
         journal: outlives the workers.
         preferences: for graphs without a CP Config.
@@ -66,11 +65,10 @@ class Controller:
         self._closing = False
 
     def resident(self, key: str) -> Resident | None:
-        """Return the model that the workers hold under a key, or None."""
         return None if (workers := self.workers) is None else workers.models.held.get(key)
 
     def on_device(self, key: str) -> bool:
-        """Return whether the workers hold a model, and have it on this process's device or put it there with the next call."""
+        """Return whether the workers hold a model on this process's device, or move it there for the next call."""
         return (resident := self.resident(key)) is not None and not resident.aside
 
     def load(self, config: RuntimeConfig, target: ModelState, node: Node | None, cancelled: Callable[[], bool]) -> None:
@@ -91,8 +89,8 @@ class Controller:
         """Run a call of the model `target` and return its output.
 
         The model is loaded first if the workers hold another state of it: two guiders may use the same file with different LoRA,
-        and the pool may have been lost since the last call. Where a rank runs out of memory, room is made and the call is tried
-        once more. Raises what `load` raises, and RankOutOfMemory the second time.
+        and the pool may have been lost since the last call. If a rank runs out of memory, room is made and the call is repeated
+        once. Raises the errors of `load`, and RankOutOfMemory the second time.
         """
         self.journal.node, began = node, time.monotonic()
 
@@ -115,7 +113,7 @@ class Controller:
             return out
 
     def unload(self, key: str) -> None:
-        """Make the workers drop a model, and the conditioning they keep. Never raises."""
+        """Make the workers drop a model, and their cached conditioning. Never raises."""
         if self.resident(key) is None:  # do not wait for the lock with nothing to do
             return
         with self._lock:
@@ -124,8 +122,7 @@ class Controller:
                 self._unload(workers, key)
 
     def make_room(self, device: torch.device, key: str | None = None) -> None:
-        """Have the ranks on a device give back freed memory that they keep there. Never raises. `key`: of a model that leaves the
-        device as well, until its next call; the ranks keep it."""
+        """Free the ranks' cached memory on a device. Never raises. The model `key` leaves it as well until its next call."""
         workers = self.workers
         if workers is None or str(device) not in workers.pool.config.devices or not (key is None or self.on_device(key)):
             return  # do not wait for the lock with nothing to do
@@ -136,8 +133,8 @@ class Controller:
     def restart(self) -> Future[bool]:
         """Kill the workers, whatever they do, and start them again; a prompt in a call fails. Returns at once, in any thread.
 
-        A request that comes while a restart is under way joins it. The result is False if there were no workers, and a PoolError
-        if they did not start or the prompt that used them did not end.
+        A request during a restart joins it. The result is False if there were no workers, and a PoolError if they did not start or
+        the prompt that used them did not end.
         """
         with self._restarting_lock:
             if self._restarting is None or self._restarting.done():
@@ -148,7 +145,7 @@ class Controller:
             return self._restarting
 
     def own(self, key: str, model: Any) -> None:
-        """Note that a model of this process uses this key: the ranks keep theirs while it is there."""
+        """Register a model of this process under a key: the ranks keep theirs while it exists."""
         self._owners.setdefault(key, WeakSet()).add(model)
 
     def close(self) -> None:
@@ -175,8 +172,8 @@ class Controller:
         record: CallRecord,
         cancelled: Callable[[], bool],
     ) -> float:
-        """Run a call once more on one device if the user asked for it or it is worth its time, and note what it took there and by
-        how much `out` differs from what it gives there; of a call in patches, from what the exact one gives.
+        """Repeat a call on one device, if requested or worth its time. Record its seconds there and the difference of `out` from
+        its result, for a call in patches from the exact result.
 
         Returns the seconds that belong to no call of the run.
         """
@@ -207,19 +204,19 @@ class Controller:
                 exact = workers.run_exact(config, target, call, cancelled) if staged.patches > 1 else out
                 journal.measured("staged", difference(out, exact) if staged.patches > 1 else None)
         except CallCancelled:
-            if cancelled():  # the prompt; the next one measures, if the user asked for it
+            if cancelled():  # the prompt; the next one measures, if requested
                 journal.measuring = asked
                 raise
             journal.measured("cancelled")
-        except Exception as error:  # noqa: BLE001  (the prompt has what it asked for; the next run need not fail as well)
+        except Exception as error:  # noqa: BLE001  (the prompt has its result; the next run need not fail as well)
             journal.measured("failed")
             self._failed(error)
             log.warning("a call was not compared with one device: %s: %s", type(error).__name__, error)
         return time.monotonic() - began
 
     def _make_room(self, config: RuntimeConfig, target: ModelState) -> None:
-        """Free the ranks' devices: remove the models of the ranks, and those of this process that do not sample. `target`: the
-        model that needs the room; it may take less from now on."""
+        """Free the ranks' devices: remove the models of the ranks, and idle ones of this process. `target`: the model that needs
+        the room; it may take less from now on."""
         workers = self.workers
         if workers is not None:
             workers.models.use_less_memory(target)
@@ -307,7 +304,6 @@ class Controller:
 
     @contextmanager
     def _noted(self) -> Iterator[None]:
-        """Record an error of the workers for the status."""
         try:
             yield
             if self.workers is not None and self.workers.pool.alive:  # a comparison may have ended it

@@ -1,5 +1,4 @@
-"""Records behind the status and the report of CP Sampler: the last error and the last sampling run; and what a user has chosen in
-the panel, which outlives this process."""
+"""Records for the status and the report of CP Sampler: last error and last run; and the user's preferences in the panel."""
 
 from __future__ import annotations
 
@@ -19,19 +18,19 @@ from ..pool.protocol import decode
 from ..timing.times import Times
 from .run_stats import CallRecord, Node, RunStats, Speed
 
-ERRORS = 10  # that are kept
-SMALL = 0.05  # part of the time of runs that a measurement may take which nobody has asked for
+ERRORS = 10  # errors in the journal
+SMALL = 0.05  # part of the time of runs that an unrequested measurement may take
 # Folders of a path, up to its last slash. Their names may hold spaces.
 _FOLDERS = re.compile(r"(?<![\w/.])/(?:[^\s/]+(?: [^\s/]+)*/)+")
 
 
 @dataclass(frozen=True)
 class Failure:
-    time: float  # when it happened, in seconds since the epoch
+    time: float  # in seconds since the epoch
     message: str  # for everyone to see
-    rank: int | None  # that caused it, if one did
+    rank: int | None  # rank that caused it, or None
     device: str | None  # of that rank
-    node: Node | None  # that failed with it; None = no node waited
+    node: Node | None  # node that failed; None = no node waited
 
 
 def public_message(error: BaseException) -> str:
@@ -41,15 +40,15 @@ def public_message(error: BaseException) -> str:
 
 
 class Journal:
-    """This process's record of its runs. `times`: of calls, on one device as on several.
+    """This process's record of its runs. `times`: of calls, on one device and on several.
 
     Attributes:
-        run: the sampling run that goes on, or went on last, on one device or on the workers.
-        node: the one that uses the workers, or used them last; None where there is no graph.
+        run: the current or last sampling run, on one device or on the workers.
+        node: the current or last node that uses the workers; None where there is no graph.
         last_error: of a run; None once another has ended well.
         errors: the last ones, the newest first.
         measuring: the next run of two calls or more repeats one on one device.
-        changed: set whenever the status changes. Whoever waits for it clears it.
+        changed: set whenever the status changes. Its waiter clears it.
     """
 
     def __init__(self, times: Times) -> None:
@@ -63,7 +62,7 @@ class Journal:
         self._taken: dict[str, float] = {}  # seconds of all runs that ended well, by kind
 
     def end_run(self, steps: int = 0) -> None:
-        """Note that the run has ended well, after so many steps. If it ran on one device, others can be compared with it."""
+        """Record that the run has ended well, after `steps` steps. If it ran on one device, others can be compared with it."""
         run = self.run
         run.finish(steps)
         if run.kind is not None:
@@ -74,12 +73,12 @@ class Journal:
         self.did_well()
 
     def did_well(self) -> None:
-        """Note that a run, of a model or of a VAE, has ended well: an earlier error is over."""
+        """Record that a run, of a model or of a VAE, has ended well: an earlier error is over."""
         self.last_error = None
         self.changed.set()
 
     def fail(self, error: BaseException, node: Node | None, devices: Sequence[str] = ()) -> Failure:
-        """Note that a run failed, or is refused before it reaches the workers. `devices`: of the ranks."""
+        """Record that a run failed, or was refused before it reached the workers. `devices`: of the ranks."""
         rank = getattr(error, "rank", None)
         device = devices[rank] if rank is not None and rank < len(devices) else None
         self.last_error = Failure(time.time(), public_message(error), rank, device, node)
@@ -88,40 +87,36 @@ class Journal:
         return self.last_error
 
     def pass_through(self, node: Node | None) -> None:
-        """Note that a node passes its model through, because this machine has no devices to share it out to."""
+        """Record that a node passes its model through, because this machine has no devices to share it out to."""
         self.node = node
         self.changed.set()
 
     def bypassed(self, before: RunStats) -> None:
-        """Note that a prompt has begun that samples without this pack: the figures of the run before it no longer apply. One that
-        has begun since keeps its own. `before`: the run as it was before anybody looked at the prompt."""
+        """Record the start of a prompt that samples without this pack: the previous run's figures no longer apply. A run that has
+        begun since keeps its figures. `before`: the run before the prompt was checked."""
         if self.run is before:
             self.node, self.run = None, RunStats(None)
 
     def measure(self) -> None:
-        """Have the next run measure a call on one device."""
+        """Measure a call of the next run on one device."""
         self.measuring, self._obstacle = True, (None, "")
         self.changed.set()
 
     def cancel_measuring(self) -> None:
-        """Measure no call, neither in the next run nor in this one, where one may be under way."""
+        """Measure no call, neither in the next run nor in this one, where one may be in progress."""
         self.measuring = False
         self.changed.set()
 
     def measured(self, obstacle: str = "", difference: float | None = None) -> None:
-        """Note that a call ran on one device, by choice, or was repeated there.
-
-        Args:
-            obstacle: why it could not, of OBSTACLES.
-            difference: of the result from that on the ranks.
-        """
+        """Record that a call ran on one device, by choice, or was repeated there. `obstacle`: why it could not, of OBSTACLES;
+        `difference`: of the result from that on the ranks."""
         if difference is not None:
             self.run.difference = difference
         self.measuring, self._obstacle = False, (self.run.kind, obstacle)
 
     def is_worth_measuring(self, record: CallRecord) -> bool:
-        """Return whether this call of the run may be repeated on one device although nobody has asked for it: the first time for
-        this model, size and device, where that takes a small part of what runs like this one have taken in this process."""
+        """Return whether to repeat this call on one device unrequested: the first time for this model, size and device, if that
+        takes a small part of the time of such runs in this process."""
         run, speed = self.run, self.speed
         if speed is None or speed.alone or speed.obstacle or run.kind is None:
             return False
@@ -129,7 +124,7 @@ class Journal:
 
     @property
     def alone(self) -> tuple[float, ...]:
-        """Seconds of calls like those of this run on one device, in runs there and on one rank, as often as they were measured."""
+        """Seconds of calls of this kind on one device, in runs there and on one rank: all measurements."""
         run = self.run
         return () if run.kind is None else self._times.of(run.kind, run.machine) + self._times.of(run.kind, run.one_rank)
 
@@ -153,14 +148,14 @@ class Journal:
 
 @dataclass(frozen=True)
 class Preferences:
-    """What can be chosen."""
+    """The user's preferences."""
 
-    devices: str = ""  # as CP Config takes them; empty = all
-    measure: bool = True  # a long run is compared with one device by itself
+    devices: str = ""  # as in CP Config; empty = all
+    measure: bool = True  # compare long runs with one device unrequested
 
 
 class KeptPreferences:
-    """The choices, and their file. `file`: its path, from the user's cache folder."""
+    """The preferences, and their file. `file`: its path, from the user's cache folder."""
 
     def __init__(self, file: str | Path = "preferences.json") -> None:
         self._file, self.chosen = CacheFile(file), Preferences()

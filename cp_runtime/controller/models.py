@@ -1,4 +1,4 @@
-"""The models that the ranks hold, as this process notes them: which weight patches are in them, and where their weights are."""
+"""The models on the ranks, as recorded by this process: their weight patches and the placement of their weights."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class Models:
     """Models and networks on the ranks of a pool. One caller at a time; any thread may read the attributes.
 
     Args:
-        shortages: what ranks ran out of memory with, in this pool or one before.
+        shortages: out-of-memory events on ranks, in this pool or an earlier one.
         on_change: called when the status has changed.
 
     Attributes:
         name: of the model of the last load or call; empty before.
         encoder: of arguments of calls; ranks keep the tensors.
-        resident: those that the ranks hold, by key; of no meaning once they have ended.
-        slow: keys of models whose weights come more slowly over the link than one device would compute.
+        resident: models on the ranks, by key; meaningless once the ranks have ended.
+        slow: keys of models whose weights take longer over the link than a call on one device.
     """
 
     def __init__(self, pool: WorkerPool, shortages: Shortages, on_change: Callable[[], None]) -> None:
@@ -58,7 +58,7 @@ class Models:
 
     @property
     def placements(self) -> dict[str, str]:
-        """Where the ranks keep each of them, and why, in words; by name."""
+        """Placement of each on the ranks, and the reason, in words; by name."""
         found: dict[str, str] = {}
         for resident in list(self.resident.values()):
             same = sum(name == resident.name or name.startswith(f"{resident.name} (") for name in found)
@@ -67,21 +67,21 @@ class Models:
 
     @property
     def memory(self) -> dict[str, dict[str, str]]:
-        """What each of the ranks' devices holds of them: `Resident.parts`; by name."""
+        """Memory of each on every device of the ranks: `Resident.parts`; by name."""
         return {resident.name: resident.parts for resident in list(self.resident.values())}
 
     @property
     def held(self) -> dict[str, Resident]:
-        """Those of ranks that are alive, by key."""
+        """The models on live ranks, by key."""
         return self.resident if self._pool.alive else {}
 
     def begin(self, name: str) -> None:
-        """Note the name of the model of a load or a call."""
+        """Record the name of the model of a load or a call."""
         self.name = name
         self._on_change()
 
     def has(self, config: RuntimeConfig, target: ModelState) -> bool:
-        """Return whether the ranks hold this state of a model, with a placement that suits the calls to come."""
+        """Return whether the ranks hold this state of a model, with a placement that suits the next calls."""
         resident = self.held.get(target.key)
         if resident is None or (resident.patches_uuid, resident.asked) != (target.patches_uuid, asked_of(config)):
             return False
@@ -92,7 +92,7 @@ class Models:
         return target.demand.call <= resident.call_bytes or resident.choice.placement in (OFFLOADED, STAGED)
 
     def choose_placement(self, config: RuntimeConfig, target: ModelState, cancelled: Callable[[], bool]) -> Choice:
-        """Choose where the ranks keep a model. Models that they hold already can make way, and count as free memory."""
+        """Choose a model's placement. Models already on the ranks can make way, and count as free memory."""
         if config.weights != "auto" or config.pipeline is not None:
             return choose(config, target.demand, None)
         room = config.memory_per_rank * GB or self.for_every_rank(
@@ -111,13 +111,13 @@ class Models:
         return target.key in self.slow and target.demand.stages >= self._pool.world_size
 
     def use_less_memory(self, target: ModelState) -> None:
-        """Note that a rank ran out of memory: from its next load on, the model takes less of it where it can."""
+        """Record that a rank ran out of memory: from its next load on, the model takes less of it where it can."""
         resident = self.resident.get(target.key)
         if resident is not None:
             self._shortages.note(self._pool.config.devices, target.key, resident.choice.placement)
 
     def for_every_rank(self, free: list[int | None]) -> int | None:
-        """Return the bytes that every rank can take, given what each sees of its device; None where ranks are CPUs."""
+        """Return the bytes available on every rank, from each rank's free device memory; None where ranks are CPUs."""
         known = [each for each in free if each is not None]
         devices = self._pool.config.devices
         if len(known) < len(free):
@@ -125,14 +125,14 @@ class Models:
         return min(known) * len(set(devices)) // len(devices)  # each of the ranks that share a device counts its memory
 
     def drop(self, forgotten: Collection[str], cancelled: Callable[[], bool]) -> None:
-        """Have the ranks drop models that this process no longer has, by their keys, and networks of patches that are gone."""
+        """Make the ranks drop models that this process no longer has, by their keys, and the networks of vanished patches."""
         gone = [key for key, network in self._networks.items() if network() is None]
         if gone or forgotten:
             self._drop((*gone, *forgotten), cancelled=cancelled)
 
     def load(self, config: RuntimeConfig, target: ModelState, choice: Choice, cancelled: Callable[[], bool]) -> None:
-        """Make the ranks' model equal to `target`, with its weights where `choice` says. Raises MirrorError: a rank's model is not
-        the UI's; PoolError: the pool failed."""
+        """Make the ranks' model equal to `target`, with the chosen placement. Raises MirrorError if a rank's model is not the UI's,
+        PoolError if the pool failed."""
         resident = self.held.get(target.key)
         stages = config.staged.stages
         same = resident is not None and (resident.patches_uuid, resident.choice.placement) == (
@@ -140,7 +140,7 @@ class Models:
             choice.placement,
         )
         if resident is not None and same and (choice.placement != STAGED or resident.stages == stages):
-            # The same weights in the same place: only what they were chosen for is new.
+            # The same weights with the same placement: only the settings behind the choice are new.
             resident.choice, resident.asked, resident.call_bytes = choice, asked_of(config), target.demand.call
             return
         held = target.demand.on_device(choice.placement, self._pool.world_size, stages)
@@ -171,14 +171,13 @@ class Models:
         )  # fmt: skip
 
     def _forget(self, key: str) -> None:
-        """Have ranks that are still well drop what they have of something that some of them failed to take: nothing else would ever
-        free it."""
-        with contextlib.suppress(ContextParallelError):  # what they failed with is the error to show
+        """Make healthy ranks drop an object that other ranks failed to take: it would never be freed otherwise."""
+        with contextlib.suppress(ContextParallelError):  # the ranks' error is the one to show
             if self._pool.alive:
                 self._drop((key,), timeout=UNLOAD_TIMEOUT)
 
     def _drop(self, keys: Sequence[str], **waiting: Any) -> None:
-        """Have the ranks drop models and networks, and the conditioning that they keep. For `waiting` see `WorkerPool.request`."""
+        """Make the ranks drop models and networks, and their cached conditioning. For `waiting` see `WorkerPool.request`."""
         for key in keys:
             self.resident.pop(key, None)
             self._networks.pop(key, None)
@@ -186,7 +185,7 @@ class Models:
         self._pool.request(Drop(keys=tuple(keys)), **waiting)
 
     def attach_networks(self, call: ModelCall, cancelled: Callable[[], bool]) -> None:
-        """Send the networks that patches of a call refer to, each once."""
+        """Send the networks of a call's patches, each once."""
         for key in call.networks.keys() - self._networks.keys():
             packer = TensorPacker()
             request = AttachNetwork(key=key, network=flatten(call.encode_network(call.networks[key]), packer.add))
@@ -199,16 +198,14 @@ class Models:
             self._networks[key] = weakref.ref(call.networks[key])
 
     def unload(self, key: str) -> None:
-        """Make the ranks drop a model, all networks, and the conditioning that they keep."""
+        """Make the ranks drop a model, all networks, and their cached conditioning."""
         self._drop((key, *self._networks), timeout=UNLOAD_TIMEOUT)
         self._pool.trim()
 
     def make_room(self, device: str, key: str | None) -> None:
-        """Make the ranks on a device give back freed memory that they keep, and a model's memory until its next call.
+        """Make the ranks on a device free cached memory, and the memory of the model `key`, if any, until its next call.
 
-        Args:
-            key: of that model; None = none. A model whose weights are shared out leaves all devices, and the host's memory as well,
-                since the parts on the other ranks would be of no use.
+        A sharded model leaves all devices, and the host's memory as well, since the shards on the other ranks would be of no use.
         """
         ranks = {rank for rank, other in enumerate(self._pool.config.devices) if other == device}
         if key is not None:

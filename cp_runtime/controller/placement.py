@@ -1,4 +1,4 @@
-"""Choice of where the ranks keep the weights of a model: as the user says, or the first way that fits."""
+"""Choice of a model's placement, i.e. where the ranks keep its weights: the user's setting, or the first that fits."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ HELD = {
 
 
 class Demand(NamedTuple):
-    """The memory that a model takes."""
+    """The memory of a model."""
 
     sizes: Sizes  # of its transformer's weights
     call: float  # bytes that ComfyUI expects a call to take on one device, without weights
-    stages: int = 0  # at most, that it can be divided into
+    stages: int = 0  # most stages it can be divided into
 
     @property
     def weights(self) -> int:
         return self.sizes.whole
 
     def on_device(self, placement: str, ranks: int, stages: int = 0) -> int:
-        """Return the bytes of weights on the device of one rank, at most. `stages`: of a staged model; 0 = one per rank."""
+        """Return the largest bytes of weights on the device of one rank. `stages`: of a staged model; 0 = one per rank."""
         if placement == WHOLE:
             return self.weights
         if placement == STAGED:
@@ -47,20 +47,15 @@ class Demand(NamedTuple):
 
 
 def held_parts(placement: str, held: int, whole: int, unit: str) -> dict[str, str]:
-    """Return what the words about a model's weights are made of: `case`, a key of HELD, and the numbers as text.
-
-    Args:
-        held: bytes on the device of one rank.
-        whole: bytes of all weights.
-        unit: what a device is called, of `run_stats.UNITS`.
-    """
+    """Return the parts of the words about a model's weights: `case`, a key of HELD, and the numbers as text. `held`: bytes on the
+    device of one rank; `whole`: of all weights; `unit`: of `run_stats.UNITS`."""
     case = "shared" if unit == "process" and placement == WHOLE else placement
     held_gb, whole_gb = (f"{each / GB:.0f}" if each >= 10 * GB else f"{each / GB:.2g}" for each in (held, whole))
     return {"case": case, "held": held_gb, "whole": whole_gb, "unit": unit}
 
 
 class Choice(NamedTuple):
-    """Where weights are kept, and why, in words."""
+    """A placement, and its reason, in words."""
 
     placement: str
     reason: str
@@ -68,30 +63,30 @@ class Choice(NamedTuple):
 
 @dataclass
 class Resident:
-    """A model that the ranks hold: which weight patches are in it, and where its weights are."""
+    """A model on the ranks: its weight patches and placement."""
 
     name: str  # of its file, in its model folder
     patches_uuid: str
     choice: Choice
     asked: tuple[str, float, int]  # settings at the time of the choice: weights, memory per rank, and stages
-    call_bytes: float  # that a call was expected to take then
+    call_bytes: float  # expected bytes of a call at that time
     device_bytes: int  # of weights, on the device of one rank
     stages: int  # of its blocks, where it is staged
-    parts: dict[str, str]  # what it says of its memory is made of, see `held_parts`
-    aside: bool = False  # it has left the device of this process until its next call
+    parts: dict[str, str]  # parts of the words about its memory, see `held_parts`
+    aside: bool = False  # moved off this process's device until its next call
 
 
 def choose(config: RuntimeConfig, demand: Demand, room: float | None, at_least: str = WHOLE, slow_link: bool = False) -> Choice:
-    """Choose where the ranks keep the weights of a model that is about to go to them.
+    """Choose the placement of a model before its load.
 
     Args:
-        room: bytes of its device that a rank may use; None where that says nothing, as on a CPU: there ranks share the pages of the
+        room: device bytes available to a rank; None where that has no meaning, as on a CPU: there ranks share the pages of the
             file, so that all of them together hold the model once.
-        at_least: a way that takes no more than this one, because a rank ran out of memory with the one before.
-        slow_link: a call waited longer for shared weights than a whole call on one device would take.
+        at_least: a placement to start from, because a rank ran out of memory with the previous one.
+        slow_link: a call waited longer for sharded weights than a whole call on one device would take.
 
     Raises:
-        UnsupportedError: the user has set a way that does not fit into the memory that the user has set.
+        UnsupportedError: the user's placement does not fit into the memory that the user has set.
     """
     ranks = config.world_size
     if config.pipeline is not None:
@@ -120,15 +115,14 @@ def choose(config: RuntimeConfig, demand: Demand, room: float | None, at_least: 
             return Choice(placement, f"{placement}: {_on_each(demand, placement, ranks)} of {room / GB:.3g} GB")
     if not demand.sizes.blocks:
         return Choice(WHOLE, f"whole: {demand.weights / GB:.3g} GB of weights, none of which can be shared out")
-    # If a model has a few large blocks, two of them and a part take more than all of it.
+    # If a model has a few large blocks, two of them and a shard take more than all of it.
     least = min(PLACEMENTS, key=lambda placement: demand.on_device(placement, ranks))
     limit = f"{room / GB:.3g} GB that {'memory_per_rank allows' if config.memory_per_rank else 'are free'}"
     return Choice(least, f"{least}: {_on_each(demand, least, ranks)}, more than the {limit}")
 
 
 def next_smaller(demand: Demand, placement: str, ranks: int) -> str | None:
-    """Return the first later placement that takes less device memory, or None. With a few large blocks, two of them may take more
-    than the whole model."""
+    """Return the first later placement with less device memory, or None: two large blocks may take more than the whole model."""
     held = demand.on_device(placement, ranks)
     behind = PLACEMENTS[PLACEMENTS.index(placement) + 1 :]
     return next((other for other in behind if demand.on_device(other, ranks) < held), None)
@@ -151,12 +145,12 @@ class Shortages:
         self._tried: dict[tuple[tuple[str, ...], str], frozenset[Any]] = {}
 
     def note(self, devices: tuple[str, ...], name: str, tried: Any) -> None:
-        """Note that a rank ran out of memory, with a model by its key or a kind of call. `devices`: of all ranks. `tried`: the
-        placement that the model had, or the split that the call ran on."""
+        """Record that a rank ran out of memory, with a model by its key or a kind of call. `devices`: of all ranks; `tried`:
+        placement of the model, or split of the call."""
         remember(self._tried, (devices, name), self.of(devices, name) | {tried}, LIMIT)
 
     def of(self, devices: tuple[str, ...], name: str) -> frozenset[Any]:
-        """Return what has failed for lack of memory, with a model or a kind of call."""
+        """Return the failed placements of a model or splits of a kind of call."""
         return self._tried.get((devices, name), frozenset())
 
     def forget(self) -> None:
@@ -165,5 +159,5 @@ class Shortages:
 
 
 def asked_of(config: RuntimeConfig) -> tuple[str, float, int]:
-    """Return the settings that decide where a model's weights are: see `Resident.asked`."""
+    """Return the settings that decide a model's placement: see `Resident.asked`."""
     return config.weights, config.memory_per_rank, 0 if config.pipeline is None else config.pipeline.stages

@@ -1,5 +1,4 @@
-"""Times of the calls of a sampling run, measured alike on one device and on several. Panel, nodes, report, picture and Measure all
-read them here. Running sums; constant size."""
+"""Times of a sampling run's calls, measured alike on one device and on several, for every display. Running sums; constant size."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from ..timing.times import kind_of
 PARTS = ("compute", "communication", "wait")
 SUMS = ("seconds", "communication_seconds", "communication_bytes", "predicted_seconds", "predicted_bytes")
 UNITS = {"gpu": "GPU", "process": "process", "device": "device"}
-"""What one of several devices is called, by key."""
+"""Name of one of several devices, by key."""
 
 
 def unit_of(device_type: str) -> str:
@@ -31,7 +30,7 @@ OBSTACLES = {
     "cancelled": "cancelled",
     "staged": "each of them has a part of the model",
 }
-"""Why a run is not compared, by key."""
+"""Reasons why a run is not compared, by key."""
 WORDS = {
     "one_device": "on one {unit}",
     "compared": "{times} × as fast as one {unit}",
@@ -49,28 +48,26 @@ NOT_MEASURED = WORDS["not_measured"].format(unit=UNITS["device"])
 
 
 class Node(NamedTuple):
-    """A node of a prompt that is executed."""
+    """A node of a running prompt."""
 
     prompt_id: str
     node_id: str
-    kind: str | None = None  # its class, as workflows name it; None = not known
+    kind: str | None = None  # its class in workflows; None = unknown
 
 
 @dataclass(frozen=True, kw_only=True)
 class CallRecord:
-    """One call of a model on the ranks."""
-
     seconds: float  # from call to result, as the sampler sees it
     # reports, pids: by rank
     reports: list[CallReport]
     pids: list[int]
     node: Node | None = None  # that it ran for
-    # Of the ranks that took part, as `Chooser.described` says it; None where there was none
+    # Of the ranks that took part, from `Chooser.described`; None where there was none
     choice: dict[str, Any] | None = None
 
     @property
     def at_work(self) -> int:
-        """Ranks that shared the call, which is not one of a VAE."""
+        """Ranks that shared the call, unless it is one of a VAE."""
         return self.reports[0].outcome.at_work
 
     @property
@@ -90,22 +87,22 @@ class RunStats:
 
     Args:
         key: of the model's file; None = its loader left no recipe.
-        machine: on which the model would run alone: device and driver, in words.
-        unit: what that is called, of UNITS.
+        machine: of a run on one device: device and driver, in words.
+        unit: name of such a device, of UNITS.
 
     Attributes:
         steps: of the sampler; 0 = the run is not over.
-        now: kind of the call that goes on; None between two calls, or without a key.
+        now: kind of the current call; None between two calls, or without a key.
         kind: of all its calls; None where they differ, or without a key. Runs of one kind take the same time.
         one_rank: name of one of the ranks in the table of times, where they computed a call.
-        calls, done: that have begun, and that have returned.
+        calls, done: numbers of calls begun and returned.
         last: the last call on the ranks; None on one device.
         difference: of a call's result from that on one device (`nested.difference`), or of a call in patches from the exact one;
-            None where nobody measured it.
+            None if unmeasured.
         patched: calls in patches, which are approximate.
         replayed: calls that every rank replayed as a CUDA graph.
-        count, rank_0, times: calls on the ranks, and sums of what rank 0 reported and of `time_by_rank`. The first call, which may
-            load or warm something up, is in them only while it is alone.
+        count, rank_0, times: calls on the ranks, and sums of rank 0's reports and of `time_by_rank`. The first call, which may
+            include loading or warm-up, is in them only while it is alone.
     """
 
     def __init__(self, key: str | None, machine: str = "", unit: str = "device") -> None:
@@ -120,12 +117,12 @@ class RunStats:
         self.times: list[dict[str, float]] = []
         self._key = key
         self._first = self._second = self._last = self._ended = 0.0
-        self._inside = 0.0  # seconds in which the ranks, or their owner, were busy with the calls that have ended
+        self._inside = 0.0  # seconds that the ranks, or their owner, spent on finished calls
         self._extra = 0.0  # of these, since the second call, seconds that belong to no call
-        self._alone = True  # no call but the first is in the sums
+        self._alone = True  # only the first call is in the sums
 
     def enter(self, arguments: dict[str, Any]) -> None:
-        """Note that a call begins. `arguments`: those that tell kinds of calls apart."""
+        """Record the start of a call. `arguments`: those that tell kinds of calls apart."""
         self.now = None if self._key is None else kind_of(self._key, arguments)
         self.calls += 1
         self.kind = self.now if self.calls == 1 or self.now == self.kind else None
@@ -136,21 +133,20 @@ class RunStats:
             self._second = self._last
 
     def leave(self) -> None:
-        """Note that the call has returned. A device may still compute it."""
+        """Record the return of the call. A device may still compute it."""
         self.done, self._ended, self.now = self.calls, time.monotonic(), None
 
     def finish(self, steps: int = 0) -> None:
-        """Note that the result of the run is there. `steps`: of the sampler."""
+        """Record the end of the run. `steps`: of the sampler."""
         self._ended, self.steps = time.monotonic(), steps
 
     def inside(self, seconds: float, extra: float = 0.0) -> None:
-        """Add the time of a call on the ranks, in seconds from call to result. `extra`: the part of them that belongs to no call of
-        the run."""
+        """Add the seconds of a call on the ranks, from call to result. `extra`: the part that belongs to no call of the run."""
         self._inside += seconds
         self._extra += extra if self.calls > 1 else 0.0
 
     def add(self, record: CallRecord) -> None:
-        """Add a call that has ended on the ranks to the sums."""
+        """Add a call on the ranks to the sums, after its end."""
         new = len(record.reports) != len(self.times)
         if new or self._alone:
             self.count, self.rank_0 = 0, dict.fromkeys(SUMS, 0.0)
@@ -181,7 +177,7 @@ class RunStats:
 
     @property
     def taken(self) -> float:
-        """Seconds since the second call began; 0 before there was one. Of a run that goes on, until now."""
+        """Seconds since the second call began; 0 before it. For a running run, until now."""
         return time.monotonic() - self._second if self.calls > 1 else 0.0
 
     @property
@@ -193,9 +189,9 @@ class RunStats:
 def time_by_rank(reports: Sequence[CallReport]) -> list[dict[str, float]]:
     """Return seconds of compute, communication and wait for every rank of a call; their sum is the same for all.
 
-    A rank in a collective cannot tell a slow link from a late peer. All others wait for the rank that waits
-    least, so its time in collectives counts as communication for every rank. The rest of their time there counts as waiting, and so
-    does the time from the end of a rank's own work to the end of the last rank's. A rank that does not take part only waits.
+    A rank in a collective cannot tell a slow link from a late peer. All others wait for the rank that waits least, so its time in
+    collectives counts as communication for every rank. The rest of their time there counts as waiting, and so does the time from
+    the end of a rank's work to the end of the last rank's. An idle rank only waits.
     """
     communication = min(report.communication.seconds for report in reports if not report.outcome.idle)
     total, found = max(report.seconds for report in reports), []
@@ -210,9 +206,9 @@ def time_by_rank(reports: Sequence[CallReport]) -> list[dict[str, float]]:
 class Speed:
     """Speedup of several devices over one. Every display uses this calculation, and these words or their `parts`."""
 
-    ranks: int  # that shared a call; 1 = one device computed it
+    ranks: int  # number that shared a call; 1 = one device computed it
     per_call: float | None  # seconds from one call to the next; None = there were too few calls
-    alone: Sequence[float] = ()  # the same on one device, as often as it was measured
+    alone: Sequence[float] = ()  # the same on one device: all measurements
     obstacle: str = ""  # why it could not be measured, of OBSTACLES; empty = it could
     unit: str = "device"  # of UNITS
     # steps, calls: of the run, once it is over
@@ -221,14 +217,14 @@ class Speed:
 
     @property
     def on_one_device(self) -> float | None:
-        """Median of the seconds on one device, or this run's own if it ran there; None = they were not measured."""
+        """Median of the seconds on one device, or this run's value if it ran there; None = unmeasured."""
         if self.ranks == 1:
             return self.per_call
         return median(self.alone) if self.alone else None
 
     @property
     def times(self) -> float | None:
-        """Speedup over one device. None on one device, and where either time is not known."""
+        """Speedup over one device. None on one device, and where either time is unknown."""
         if self.ranks == 1 or not self.per_call or self.on_one_device is None:
             return None
         return self.on_one_device / self.per_call
@@ -246,8 +242,8 @@ class Speed:
 
     @property
     def parts(self) -> dict[str, Any]:
-        """What the words are made of, in every language: `cases`, keys of WORDS from the innermost on, and their numbers as text.
-        No two numbers contradict each other: the quotient of the seconds, as they are shown, is the speedup that is shown."""
+        """Parts of the words, for every language: `cases`, keys of WORDS from the innermost on, and their numbers as text. The
+        numbers agree: the quotient of the seconds shown is the speedup shown."""
         times, cases = self.times, [self.case]
         parts: dict[str, Any] = {"cases": cases, "ranks": self.ranks, "unit": self.unit, "obstacle": self.obstacle}
         if times is not None and self.per_call:

@@ -1,4 +1,4 @@
-"""A pool of ranks and its calls. All of it is replaced together with the pool."""
+"""A pool of ranks and its calls. They are replaced together."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ class Workers:
 
     Args:
         on_change: called when the status has changed.
-        shortages: what ranks ran out of memory with, in this pool or one before.
+        shortages: out-of-memory events on ranks, in this pool or an earlier one.
         times: of calls and starts.
 
     Attributes:
-        models: that the ranks hold.
-        last_call, last_vae_call: of whatever model, and of a VAE; None before the first one.
+        models: on the ranks.
+        last_call, last_vae_call: of any model, and of a VAE; None before the first one.
         sampling: whether the current call, or the last one, belongs to a sampling run.
-        failure: with which the ranks were used last; None = they did well.
-        comparing: a call runs once more, on one device.
+        failure: error of the last use of the ranks; None = it succeeded.
+        comparing: a call is repeated on one device.
         pace: of the calls.
     """
 
@@ -63,7 +63,7 @@ class Workers:
         self.comparing = False
         self._times = times
         self._shortages = shortages
-        self._left: set[str] = set()  # kinds of blocks that are not compiled; the log has named them
+        self._left: set[str] = set()  # kinds of uncompiled blocks; the log has named them
         self.pace = Pace()
 
     def start(self, cancelled: Callable[[], bool] | None) -> None:
@@ -80,18 +80,18 @@ class Workers:
 
     @property
     def last_start(self) -> float | None:
-        """Seconds that such a start took the last time, in this process or one before; None where there was none."""
+        """Seconds of the last such start, in this process or an earlier one; None where there was none."""
         return next(reversed(self._times.of("start", self._start_name)), None)
 
     @property
     def loading(self) -> tuple[str, float | None] | None:
-        """The model that is being loaded: its name, and `loaded`. None while nothing is loaded."""
+        """The model being loaded: its name, and `loaded`. None while there is none."""
         loaded = self.loaded
         return (self.models.name, loaded) if self.pool.command == "load" or loaded is not None else None
 
     @property
     def loaded(self) -> float | None:
-        """Part of a model's weights that the ranks have brought to their devices, by the slowest; None while nothing is loaded."""
+        """Fraction of a model's weights on the slowest rank's device; None while no model is loaded."""
         if self.pool.command != "call":
             return None
         progress = [self.pool.progress(rank).loaded for rank in range(len(self.pool.processes))]
@@ -99,7 +99,7 @@ class Workers:
 
     @property
     def modules(self) -> int:
-        """Planned modules that all ranks have entered in the call that runs; 0 = none does."""
+        """Planned modules that all ranks have entered in the running call; 0 = no call."""
         if self.pool.command != "call":
             return 0
         return min((self.pool.progress(rank).modules for rank in range(len(self.pool.processes))), default=0)
@@ -111,7 +111,6 @@ class Workers:
         return None if last is None else self.models.for_every_rank([report.outcome.room for report in last.reports])
 
     def serves(self, config: RuntimeConfig) -> bool:
-        """Return whether calls with this config can run here."""
         return self.pool.alive and self._pool_key(self.pool.config) == self._pool_key(config)
 
     def _pool_key(self, config: RuntimeConfig) -> tuple[Any, ...]:
@@ -126,8 +125,7 @@ class Workers:
         run: RunStats,
         cancelled: Callable[[], bool],
     ) -> tuple[Any, CallRecord]:
-        """Run a call of the model `target`, which must be loaded. Returns its output and its record. `run`: that it belongs to, if
-        it is one of sampling."""
+        """Run a call of the model `target`, which must be loaded. Return its output and record. `run`: its sampling run, if any."""
         self.sampling, placement = call.sampling, self.models.resident[target.key].choice.placement
         if not call.sampling or placement == STAGED:
             out, record = self._run(config, target.key, call, call.kind(target.key), self.pool.world_size, cancelled)
@@ -143,7 +141,7 @@ class Workers:
     def _timed(
         self, config: RuntimeConfig, target: ModelState, call: ModelCall, run: RunStats, cancelled: Callable[[], bool]
     ) -> tuple[Any, CallRecord]:
-        """Run a call on as many ranks as should make it fastest, and note what it took."""
+        """Run a call on the number of ranks chosen as fastest, and record its times."""
         ranks, kind, chooser = self._ranks(config, target.key), run.now or call.kind(target.key), self._chooser
         failed, expected = self._shortages.of(config.devices, kind), target.demand.call
         guess, count, choice = None, ranks.size, None
@@ -176,8 +174,8 @@ class Workers:
         return Ranks(self.pool.measured, self.pool.shares, config.sequence, config.batch_degree, self.models.sharded(key))
 
     def _add(self, kind: str, who: str, record: CallRecord, run: RunStats) -> None:
-        """Put what a call took into the table, with what the sampler does between two calls. The first one of a run may warm
-        something up: it counts while there is no other."""
+        """Add a call's time to the table, with the sampler's time between two calls. The first call of a run may include warm-up:
+        it counts while there is no other."""
         if run.calls > 1 or not self._times.of(kind, who):
             waited = max(report.outcome.prelude for report in record.reports)
             self._times.add(kind, who, record.seconds - waited + run.between)
@@ -185,8 +183,8 @@ class Workers:
     def measure(
         self, config: RuntimeConfig, target: ModelState, call: ModelCall, run: RunStats, cancelled: Callable[[], bool]
     ) -> Any:
-        """Run a call once more, on one rank, and note what it took. Returns its output; None where one rank does not have the
-        memory. Where every rank keeps a part of the weights, all compute the same, since they put blocks together."""
+        """Repeat a call on one rank, and record its times. Return its output; None where one rank does not have the memory. With
+        sharded weights all ranks compute the same, since they gather blocks together."""
         if not self._fits(target.demand.call):
             return None
         kind = run.now or call.kind(target.key)
@@ -205,12 +203,12 @@ class Workers:
         return out
 
     def run_exact(self, config: RuntimeConfig, target: ModelState, call: ModelCall, cancelled: Callable[[], bool]) -> Any:
-        """Run a call in patches once more, in one; return its output."""
+        """Repeat a call in patches, exactly; return its output."""
         exact = replace(config, pipeline=replace(config.staged, patches=1))
         return self._run(exact, target.key, call, call.kind(target.key), self.pool.world_size, cancelled)[0]
 
     def _link_is_slow(self, record: CallRecord) -> bool:
-        """Return whether a call over shared weights took longer than it would on one device, after one that warmed up."""
+        """Return whether a call over sharded weights took longer than it would on one device, after one that warmed up."""
         last, report = self.last_call, record.reports[0]
         waited = report.communication.seconds
         alone = (report.seconds - report.outcome.prelude - waited) * record.at_work
@@ -224,7 +222,7 @@ class Workers:
     def _run(
         self, config: RuntimeConfig, key: str, call: ModelCall, kind: str, ranks: int, cancelled: Callable[[], bool]
     ) -> tuple[Any, CallRecord]:
-        """Run a call of the model `key` on so many ranks. Returns its output and its record."""
+        """Run a call of the model `key` on `ranks` ranks. Return its output and its record."""
         began = time.monotonic()
         value, drop, packer = self.models.encoder.encode(call.arguments, {*call.leading, *call.in_place})
         request = Call(
@@ -255,7 +253,7 @@ class Workers:
         return out, CallRecord(seconds=seconds, reports=reports, pids=self.pool.pids)
 
     def _warn_of_left(self, reports: Sequence[CallReport]) -> None:
-        """Say once which blocks run as they are although the graph asks for compiled ones."""
+        """Log once which blocks run uncompiled although the graph asks for compiled ones."""
         for block, why in (each for report in reports for each in report.outcome.compiled.left.items()):
             if block not in self._left:
                 self._left.add(block)
@@ -264,7 +262,7 @@ class Workers:
 
 @contextlib.contextmanager
 def _harmless() -> Iterator[None]:
-    """Log what goes wrong with a measurement or a prediction: neither may end a prompt."""
+    """Log errors in a measurement or a prediction: neither may end a prompt."""
     try:
         yield
     except Exception:
@@ -272,7 +270,7 @@ def _harmless() -> Iterator[None]:
 
 
 def _run_of(reports: Sequence[CallReport]) -> Run:
-    """Return the times of a call by what its ranks report."""
+    """Return the times of a call from the ranks' reports."""
     busy = [report for report in reports if not report.outcome.idle]
     seconds = [report.seconds - report.outcome.prelude for report in busy]
     inside = [report.communication.seconds for report in busy]

@@ -1,4 +1,4 @@
-"""Check that all ranks compute the same: their arguments, and their output against the module in one process."""
+"""Check that arguments are the same on all ranks, and that the output equals that of the module in one process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 
 
 def check_settings(settings: Mapping[str, Any], group: RankGroup) -> None:
-    """Raise ConfigError, on all ranks alike, unless all ranks apply context parallelism alike. One collective of 4 KB."""
+    """Raise ConfigError, on all ranks alike, unless all ranks have the same settings. One collective of 4 KB."""
     table = agree([digest(value) for value in settings.values()], group)
     wrong = [name for name, column in zip(settings, zip(*table, strict=True), strict=True) if len(set(column)) > 1]
     if wrong:
@@ -75,7 +75,7 @@ def check_inputs(
 
 
 def digest(value: Any) -> int:
-    """Hash a value to a number that is the same in every process, and almost certainly another one for another value."""
+    """Hash a value to a number that is the same in every process, and almost certainly differs for another value."""
     if isinstance(value, Tensor):
         return _mixed(str(value.dtype), tuple(value.shape), _sum_of(value))
     if isinstance(value, (list, tuple)):
@@ -104,7 +104,7 @@ def _sum_of(tensor: Tensor) -> int:
 
 
 def agree(told: Any, group: RankGroup) -> list[Any]:
-    """Return what every rank was told, as JSON; raise it on all ranks if it is an error. One collective of 4 KB."""
+    """All-gather a value as JSON; raise it on all ranks if it is an error. One collective of 4 KB."""
     own = told if isinstance(told, Exception) else None
     if own is not None:
         kind = "" if isinstance(own, PlanError) else f"{type(own).__name__}: "
@@ -120,15 +120,15 @@ def agree(told: Any, group: RankGroup) -> list[Any]:
 
 
 class ErrorOfRank(PlanError):
-    """An error of another rank, which all raise."""
+    """An error of another rank, raised on all ranks."""
 
 
 @not_compiled_itself
 def in_step(run: Callable[[Callable[[], None]], Result], group: RankGroup) -> Result:
-    """Run something that all ranks run, and raise an error of one on all: those that have one raise their own.
+    """Run a function on all ranks, and raise an error of one rank on all. Ranks with an error raise their own.
 
-    `run` gets a function to call before the ranks exchange something: they ask each other whether all have got there, so that none
-    waits for one that has not. A collective of a number.
+    `run` gets a function to call before any exchange between ranks: they ask each other whether all have reached it, so that none
+    waits for a failed one. A collective of a number.
     """
     ask = partial(_ask, group)
     try:
@@ -150,12 +150,11 @@ def _ask(group: RankGroup, error: Exception | None = None) -> None:
 
 
 def device_of(values: Any) -> torch.device:
-    """Return the device of the first tensor in nested values; the CPU if there is none."""
     return next((tensor.device for tensor in tensors(values)), torch.device("cpu"))
 
 
 def expected_output(forward: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Return what the module's own forward returns in one process, outside of any sharded call."""
+    """Run the module's forward in one process, outside of any sharded call; return its tensors."""
     copies = map_tensors([args, dict(kwargs)], Tensor.clone)  # a model may modify its inputs
     return list(tensors(forward(*copies[0], **copies[1])))
 

@@ -34,8 +34,8 @@ class AppliedPlan:
     """Result of `apply_context_parallel`.
 
     Attributes:
-        mesh: the ranks that share the sequence; `mesh.stats` counts what is sent.
-        weights: of the blocks, if every rank keeps a part of them: `weights.nbytes` are on this rank's device.
+        mesh: the ranks that share the sequence; `mesh.stats` counts the bytes sent.
+        weights: weights of the blocks, if they are sharded: `weights.nbytes` are on this rank's device.
     """
 
     def __init__(self, installed: Applied | None, mesh: SequenceMesh, weights: ShardedWeights | None) -> None:
@@ -63,34 +63,34 @@ def apply_context_parallel(
 ) -> AppliedPlan:
     """Split the module's sequence over the ranks, from its next call on.
 
-    Every rank calls it, and then the module, alike: with the same arguments, under `torch.inference_mode()`; the first call checks
-    that they are the same. Attention is shared where the module calls torch's `scaled_dot_product_attention`. Attention by other
-    means, or over less than the split sequence (windows, frames), needs a `ModulePlan`.
+    Every rank calls it, and then the module, with the same arguments, under `torch.inference_mode()`; the first call checks that
+    they are the same. Attention is shared where the module calls torch's `scaled_dot_product_attention`. Attention by other means,
+    or over less than the split sequence (windows, frames), needs a `ModulePlan`.
 
     Args:
-        module: any module, in eval mode; on this rank's device, unless `device` says where that is.
+        module: any module, in eval mode; on this rank's device, unless `device` is given.
         parallel_config: `ContextParallelConfig` or `ParallelConfig`, of this package or of diffusers.
         plan: which arguments are split and which outputs are gathered, as a table in diffusers' form (see `table`) or a
             `ShardingPlan`; None = the module's own `_cp_plan`, or for AutoencoderKL and AutoencoderKLWan the rows of every picture.
-        shard_weights: leave every rank 1/N of the bytes of the module's blocks, the elements of its lists of modules. All ranks
-            assemble a block while it runs, and the next one meanwhile: two exist at a time. Results are the same, bit for bit.
-            Every rank must have the same weights before; they may be mapped from a file (`map_weights`), and quantised as tensor
-            subclasses that say what they consist of, such as torchao's. Until `remove_context_parallel`, anything that reads,
-            saves, moves or changes weights of blocks is refused; fuse a LoRA before.
-        device: with `shard_weights`, where this rank computes: its shards, and everything outside of the blocks, go there. None =
-            where the weights are.
+        shard_weights: shard the weights of the module's blocks, the elements of its lists of modules: 1/N of the bytes per rank.
+            All ranks gather a block while it runs, and prefetch the next one: two exist at a time. Results are the same, bit for
+            bit. Every rank must have the same weights before; they may be mapped from a file (`map_weights`), and quantised as
+            tensor subclasses with `__tensor_flatten__`, such as torchao's. Until `remove_context_parallel`, reading, saving, moving
+            or changing weights of blocks is refused; fuse a LoRA before.
+        device: with `shard_weights`, this rank's device: its shards, and everything outside of the blocks, go there. None = that of
+            the weights.
         check_inputs: compare the arguments of all ranks in every call, not only in the first one.
         verify: "first" = in the first call every rank also runs the module alone, and compares the outputs; "never" = it does not;
             None = "first" for a plan that is not diffusers' own for the class.
 
     Returns:
-        The applied plan: its `mesh.stats` count what is sent, its `remove` undoes it. With degrees 1 x 1 nothing changes, neither
+        The applied plan: its `mesh.stats` count the bytes sent, its `remove` undoes it. With degrees 1 x 1 nothing changes, neither
         weights nor device.
 
     Raises:
         ConfigError: not a config, or one that does not fit the ranks; a device without `shard_weights`.
-        PlanError: the plan does not fit the module, or one is applied already; weights that cannot be sharded. A call raises it,
-            on all ranks alike, if arguments differ, attention is out of reach, or the output is not gathered.
+        PlanError: the plan does not fit the module, or one is applied already; weights that cannot be sharded. A call raises it, on
+            all ranks alike, if arguments differ, attention is out of reach, or the output is not gathered.
     """
     if not isinstance(module, nn.Module) or isinstance(module, torch.jit.ScriptModule):
         raise bad_value(
@@ -140,7 +140,7 @@ def apply_context_parallel(
 
 
 def _replace_forward(calls: ShardedCalls, installed: InstalledPlan[ShardingPlan]) -> None:
-    """Have the module run its calls over the ranks, and refuse to be copied or saved, until the plan is removed."""
+    """Route the module's calls through the ranks, and refuse copies and saves, until the plan is removed."""
     module = installed.model
     had, stock = vars(module).get("forward"), module.forward
 
@@ -154,7 +154,7 @@ def _replace_forward(calls: ShardedCalls, installed: InstalledPlan[ShardingPlan]
     def undo() -> None:
         _installed.pop(module, None)
         vars(module).pop("__reduce_ex__", None)
-        if vars(module).get("forward") is not ours:  # it was wrapped since: the wrapper stays, and ours passes calls on
+        if vars(module).get("forward") is not ours:  # wrapped since: the wrapper stays, and ours passes calls on
             return
         if had is None:
             del module.forward
@@ -174,10 +174,10 @@ def _replace_forward(calls: ShardedCalls, installed: InstalledPlan[ShardingPlan]
 
 
 def remove_context_parallel(module: nn.Module, plan: Mapping[str, Any] | ShardingPlan | None = None) -> None:
-    """Undo `apply_context_parallel`. Does nothing to a module that it was not applied to.
+    """Undo `apply_context_parallel`. Does nothing to other modules.
 
-    With `shard_weights` it reassembles the weights, bit for bit, as new parameters on the device where they were before: all ranks
-    must call it, and each needs room for the whole model there. A weight that was replaced meanwhile stays as it is.
+    With `shard_weights` it gathers the weights, bit for bit, as new parameters on their original device: all ranks must call it,
+    and each needs room for the whole model there. A weight that was replaced meanwhile stays as it is.
 
     Args:
         plan: ignored; diffusers' signature has it.
@@ -206,7 +206,7 @@ def _apply_to_vae(module: nn.Module, config: ContextParallelConfig, check_inputs
 
 
 def _check_free(module: nn.Module) -> None:
-    """Raise PlanError if something parallel is already applied to the module."""
+    """Raise PlanError if the module is already parallelised."""
     if module in _installed:
         raise PlanError(
             f"context parallelism is applied to this {type(module).__name__} already. Call remove_context_parallel before."
@@ -223,7 +223,6 @@ def _check_free(module: nn.Module) -> None:
 
 
 def _plan_of(module: nn.Module, plan: Mapping[str, Any] | ShardingPlan | None, config: ContextParallelConfig) -> ShardingPlan:
-    """Return the given plan, or the module's own."""
     if isinstance(plan, ShardingPlan):
         return plan
     own = staged_table if config.pipefusion_degree > 1 else own_table

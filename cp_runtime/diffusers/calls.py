@@ -25,7 +25,7 @@ from . import agreement
 from .torch_function import SharedAttention
 
 TRAINING = "For training take diffusers' own enable_parallelism, or torchtitan."
-FORMS = 64  # forms of calls that are remembered: shapes and kinds of arguments
+FORMS = 64  # forms of calls to remember: shapes and kinds of arguments
 REACHED_BACKENDS = {"native", "_native_cudnn", "_native_efficient", "_native_flash", "_native_math"}
 """Attention backends of diffusers that call torch's function. Others attend out of reach."""
 
@@ -53,12 +53,12 @@ class Turn:
 
 
 class ShardedCalls:
-    """Runs a module's own forward over the ranks: see `apply_context_parallel`.
+    """Calls of a module's forward over the ranks: see `apply_context_parallel`.
 
     Args:
-        installed: the plan, on the module, whose forward is still its own.
+        installed: the plan on the module. The module's forward is not replaced yet.
         config: set up for these ranks.
-        weights: of the blocks, if every rank keeps a part of them.
+        weights: weights of the blocks, if they are sharded.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ def _check_call(called: nn.Module, module: nn.Module, mesh: SequenceMesh) -> Non
 
 
 def _mode_error(module: nn.Module) -> PlanError | None:
-    """Return what is wrong with the module's mode, or None."""
+    """Return the error in the module's mode, or None."""
     name = type(module).__name__
     if module.training:
         return PlanError(f"this {name} is in training mode; context parallelism is for inference. Call its eval(). {TRAINING}")
@@ -188,8 +188,7 @@ FOR_ALL_ITEMS = {
 
 
 class BatchSlice:
-    """The part of a call that this rank's group computes, such as one half of CFG, while other groups compute theirs. `mesh`: all
-    ranks."""
+    """The batch items of a call that this rank's group computes, such as one half of CFG. `mesh`: all ranks."""
 
     def __init__(self, mesh: BatchMesh, shares: BatchShares) -> None:
         self._mesh, self._shares = mesh, shares
@@ -208,8 +207,8 @@ class BatchSlice:
     def take_call(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Sequence[str], whole: Collection[str]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return this group's part of the arguments of a call. `names`: of the positional ones. `whole`: those that every group
-        gets unchanged, see `for_all_items`."""
+        """Return this group's part of a call's arguments. `names`: of the positional ones; `whole`: those every group gets
+        unchanged, see `for_all_items`."""
         positional = [value if name in whole else self.take(value) for name, value in zip(names, args, strict=False)]
         return (
             (*positional, *map(self.take, args[len(positional) :])),
@@ -230,8 +229,7 @@ class BatchSlice:
         return value
 
     def gather(self, out: Any) -> Any:
-        """Return an output with the items of all groups. Raises PlanError: a tensor in it has not one row per item of this
-        group."""
+        """Gather an output's items from all groups. Raises PlanError unless its tensors have one row per item of this group."""
         return map_outputs(out, self._gathered)
 
     def _gathered(self, out: Any) -> Any:
@@ -246,7 +244,7 @@ class BatchSlice:
 
 
 def map_outputs(out: Any, function: Callable[[Any], Any]) -> Any:
-    """Return an output of a module of diffusers, with what the function makes of it, or of each field of an output class."""
+    """Apply a function to an output of a diffusers module, or to each field of an output class."""
     if isinstance(out, dict) and type(out) is not dict:
         return type(out)(**{key: map_outputs(item, function) for key, item in out.items()})
     return function(out)

@@ -1,4 +1,4 @@
-"""What diffusers' tables leave unsaid about its classes: joint orders, missing entries, and tables for classes without one."""
+"""Facts about diffusers' classes beyond their tables: joint orders, missing entries, and tables for classes without one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Known(NamedTuple):
     """A class whose sharded forward tests compare with one process.
 
     Args:
-        order: order in which attention joins the streams; empty = it does not, text is attended to by cross-attention.
+        order: order in which attention joins the streams; empty = separate cross-attention to text.
         table: entries beside those of the class's own `_cp_plan`.
         staged: its blocks can be divided into stages.
     """
@@ -100,13 +100,13 @@ CLASSES: Mapping[str, Known] = {
 
 
 def known(module: nn.Module) -> Known | None:
-    """Return the facts about a module's class, or about the one that it is made from with the same forward, as FSDP2 makes one."""
+    """Return the facts about a module's class, or about its base with the same forward, as FSDP2 derives classes."""
     classes = (cls for cls in type(module).__mro__ if getattr(cls, "forward", None) is type(module).forward)
     return next((CLASSES[cls.__name__] for cls in classes if cls.__name__ in CLASSES), None)
 
 
 def own_table(module: nn.Module) -> Table | None:
-    """Return diffusers' table for a module, completed, or the table that was set on the module itself; None if there is none."""
+    """Return diffusers' table for a module, completed, or the table set on the module itself; None if there is none."""
     theirs: Table = getattr(module, "_cp_plan", None) or {}
     found = known(module)
     if found is None or "_cp_plan" in vars(module):
@@ -116,5 +116,4 @@ def own_table(module: nn.Module) -> Table | None:
 
 
 def is_proven(module: nn.Module, plan: object) -> bool:
-    """Return whether a plan, None for the module's own, is one that tests compare with one process."""
     return plan is None and known(module) is not None and "_cp_plan" not in vars(module)

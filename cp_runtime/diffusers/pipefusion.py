@@ -1,7 +1,7 @@
 """PipeFusion of diffusers' models, with xDiT's names of settings: their calls pass through the stages of `engine.pipeline`.
 
 Every rank runs the caller's pipeline and its scheduler, as with every other degree; the last stage sends the others the result. All
-ranks keep all weights, and compute those of their stage.
+ranks hold all weights, and compute only their stage.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BLOCKS = ("transformer_blocks", "single_transformer_blocks", "blocks")  # diffus
 
 
 def staged_table(module: nn.Module) -> Table:
-    """Return a module's own table, which also names its blocks. Raises PlanError: its class is not known to run in stages."""
+    """Return a module's own table, which also names its blocks. Raises PlanError unless its class is known to run in stages."""
     found = known(module)
     if found is None or not found.staged:
         others = ", ".join(name for name, each in CLASSES.items() if each.staged)
@@ -41,7 +41,7 @@ def staged_table(module: nn.Module) -> Table:
 
 
 class StagedCalls(ShardedCalls):
-    """Runs a module's own forward in stages. See `ShardedCalls`."""
+    """Calls of a module's forward in stages. See `ShardedCalls`."""
 
     _in_step = False  # stages have different numbers of messages
 
@@ -65,7 +65,7 @@ class StagedCalls(ShardedCalls):
         self._pipeline = Pipeline(Stages(blocks, cut([b.nbytes for b in blocks], lane.size), lane), lane)
         self._lane, self._alone = lane, SequenceMesh(None)
         self._timestep, self._run = float("inf"), 0
-        self._texts: dict[int, Any] = {}  # of the run, by id: they must live as long as what is kept for them
+        self._texts: dict[int, Any] = {}  # of the run, by id: they must live as long as the cache for them
 
     def _sharded(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], ask: Callable[[], None] | None = None) -> Any:
         named = dict(zip(self._names, args, strict=False)) | dict(kwargs)
@@ -74,7 +74,7 @@ class StagedCalls(ShardedCalls):
         self._texts[id(text)] = text
 
         def run(mesh: SequenceMesh, kind: Callable[..., RunningCall]) -> Any:
-            # Forwards may change what they are given.
+            # Forwards may modify their arguments.
             fresh_args, fresh_kwargs = map_tensors((args, dict(kwargs)), Tensor.clone)
             with self._installed.call(mesh, lambda shape: self._config, kind=kind) as call, SharedAttention(call):
                 return self._installed.forward(self._stock, *fresh_args, **fresh_kwargs)
@@ -84,7 +84,7 @@ class StagedCalls(ShardedCalls):
         return map_outputs(out, self._of_last_stage)
 
     def _note_run(self, named: Mapping[str, Any]) -> None:
-        """Begin a run where the timestep is later than before: nothing that is kept belongs to it."""
+        """Begin a run, without the old cache, where the timestep is later than before."""
         timestep = max((tensor.max().item() for tensor in tensors(named.get("timestep"))), default=float("inf"))
         if timestep > self._timestep:
             self._run += 1

@@ -1,8 +1,8 @@
 """Plans in diffusers' form: `{module path: {argument or output index: ContextParallelInput} | ContextParallelOutput}`.
 
-They name no streams. Here every split argument becomes a stream of its own, named after the argument. A single stream attends to
-itself. Of several, the arguments of diffusers' attention modules tell whose keys they use, and `known` the order in which a class
-joins them. For any other class with several streams, a `ModulePlan` in the table says it.
+They name no streams. Here every split argument becomes a separate stream, named after the argument. A single stream attends to
+itself. With several, the arguments of diffusers' attention modules reveal the streams of the keys, and `known` holds the order in
+which a class joins them. For any other class with several streams, the table needs a `ModulePlan`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ..nested import rebuild
 from .known import ENCODER, HIDDEN, known
 
 NAMED = ("the plan: ", "Correct the plan.")  # prefix and remedy if a module is missing
-TOKENS = (None, 3)  # `expected_dims` of what may be tokens
+TOKENS = (None, 3)  # `expected_dims` of possible tokens
 
 
 def plan_from_table(module: nn.Module, table: Mapping[str, Any]) -> ShardingPlan:
-    """Convert a table. Raises PlanError: an entry is of an unknown kind, or the stream of an output is ambiguous."""
+    """Convert a table. Raises PlanError if an entry is of an unknown kind, or the stream of an output is ambiguous."""
     modules: dict[str, ModulePlan] = {}
     outputs: dict[str, Any] = {}
     for path, entry in table.items():
@@ -171,7 +171,7 @@ def _streams(splits: Sequence[ContextParallelInput]) -> tuple[str, ...]:
 
 
 def _self_attention(streams: Sequence[str], order: Sequence[str] | None) -> list[AttentionStreams]:
-    """Return what self-attention may be over: each stream alone, or all together. Nothing where the order is not known."""
+    """Return the candidate streams of self-attention: each stream alone, or all together. Empty if their order is unknown."""
     if order is None and len(streams) > 1:
         return []
     together = tuple(name for name in order or () if name in streams)
@@ -179,11 +179,11 @@ def _self_attention(streams: Sequence[str], order: Sequence[str] | None) -> list
 
 
 def _diffusers_rule(module: nn.Module, streams: Sequence[str], order: Sequence[str]) -> AttentionRule | None:
-    """Return what a diffusers attention module attends to (joint, cross or self), given its arguments; None for other modules."""
+    """Return the attention rule (joint, cross or self) of a diffusers attention module; None for other modules."""
     if HIDDEN not in streams or not hasattr(module, "processor") or ENCODER not in argument_names(module):
         return None
     joint = tuple(name for name in order if name in streams)
-    # Text alone would need its own rule: its number of tokens does not distinguish it from the image on every rank.
+    # Text alone would need a separate rule: its number of tokens does not distinguish it from the image on every rank.
     alone = [
         pair for pair in _self_attention([name for name in (ENCODER, HIDDEN) if name in streams], order) if pair[0] != (ENCODER,)
     ]

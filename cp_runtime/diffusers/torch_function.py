@@ -28,7 +28,7 @@ REMEDY = (
 
 
 class SharedAttention(TorchFunctionMode):
-    """While active, shares attention over all ranks where the call needs it."""
+    """A mode that shares attention over all ranks where the call needs it."""
 
     def __init__(self, call: RunningCall) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class SharedAttention(TorchFunctionMode):
         if self._answering:
             return func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
-            return (_traced if torch.compiler.is_compiling() else self._attention)(*args, **kwargs)
+            return _traced(*args, **kwargs) if torch.compiler.is_compiling() else self._attention(*args, **kwargs)
         if func in FUSED and not self._call.attention_is_local:
             raise PlanError(
                 f"{func.__name__} (nn.MultiheadAttention, nn.TransformerEncoderLayer) attends out of reach. Use a module that "
@@ -56,7 +56,7 @@ class SharedAttention(TorchFunctionMode):
 
     @not_compiled
     def _mean(self, own: Tensor, values: Tensor) -> Tensor:
-        """Return the mean over the elements of all ranks, the same on each: caches decide by it what all of them compute."""
+        """Return the mean over the elements of all ranks, the same on each: caches use it to choose the same path."""
         counted = torch.stack([own.double() * values.numel(), own.new_tensor(values.numel(), dtype=torch.float64)])[None]
         (rows,) = self._call.mesh.whole.all_gather([counted], [1] * self._call.mesh.size, 0)
         total, count = rows.sum(0)
@@ -175,4 +175,5 @@ def _traced(
     """Attend in traced code, by one operator."""
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     scope = COMPILING.scopes[-1] if COMPILING.scopes else ""
-    return attention(q, k, v, attn_mask, scope, scale, None, enable_gqa, is_causal, False).transpose(1, 2)
+    out_BLHD: Tensor = attention(q, k, v, attn_mask, scope, scale, None, enable_gqa, is_causal, False)
+    return out_BLHD.transpose(1, 2)

@@ -27,7 +27,6 @@ VAES: Mapping[str, Callable[[Any], int]] = {
 
 
 def is_vae(module: nn.Module) -> bool:
-    """Return whether the rows of a module's pictures can be split."""
     return _class_name(module) in VAES
 
 
@@ -66,7 +65,7 @@ class SplitVAE:
             if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in part.parameters()):
                 raise PlanError("this VAE would record gradients. Call it under torch.inference_mode() or torch.no_grad().")
             nonlocal checked
-            if self._check_inputs or not checked:  # only `x`: a video VAE's cache of earlier frames is each rank's own
+            if self._check_inputs or not checked:  # only `x`: a video VAE's cache of earlier frames differs between ranks
                 agreement.check_inputs(type(part).__name__, stock, mesh.whole, (part, x), {}, None)
             checked = True
             with Turn(part):

@@ -1,4 +1,4 @@
-"""Weights of a module: from safetensors files that are mapped, not read; and 1/N of them on every rank."""
+"""Weights of a module: memory-mapped from safetensors files, and sharded over the ranks."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ INDEX = ".safetensors.index.json"
 
 
 def map_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Give a model its weights from safetensors files without reading them: they become pages of the files, on the CPU.
+    """Load a model's weights from safetensors files without reading them: they become pages of the files, on the CPU.
 
-    For a model that was built without memory for its weights, under `torch.device("meta")` or accelerate's `init_empty_weights`.
-    `apply_context_parallel(model, config, shard_weights=True, device=...)` then reads what this rank keeps, block by block. Weights
+    For a model built without memory for its weights, under `torch.device("meta")` or accelerate's `init_empty_weights`.
+    `apply_context_parallel(model, config, shard_weights=True, device=...)` then reads this rank's shards, block by block. Weights
     get the dtypes of the files, whatever the model was built with: converting a model would mean holding all of it.
 
-    The files must stay as they are while the model uses them; replace one by renaming a new one over it.
+    The files must not change while the model uses them; replace one by renaming a new one over it.
 
     Args:
         model: its state dict has the names and shapes of the files.
@@ -67,7 +67,7 @@ def _files_of_index(index: Path) -> list[Path]:
 
 
 def _mapped(file: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError  # comes with diffusers and ComfyUI; nothing else here needs it
+    from safetensors import SafetensorError  # comes with diffusers and ComfyUI; only this function needs it
 
     try:
         return mapped_tensors(file)[0]
@@ -117,17 +117,17 @@ REMEDY = "Call remove_context_parallel on all ranks, do this with whole weights,
 
 
 class ShardedModel:
-    """A model whose blocks are shared out over the ranks of a mesh.
+    """A model whose blocks are sharded over the ranks of a mesh.
 
     All ranks make it alike. Everything outside of the blocks is whole on every rank.
 
     Args:
         model: model with the same weights on every rank.
-        device: where this rank computes; None = where the weights are.
+        device: this rank's device; None = that of the weights.
 
     Raises:
-        PlanError: the model has no blocks, or weights that cannot be shared out. Nothing is changed then. After another error,
-            such as of a device without memory, blocks have lost their weights: `load_state_dict(..., assign=True)` brings them.
+        PlanError: the model has no blocks, or weights that cannot be sharded. It is unchanged then. After another error, such as of
+            a device without memory, blocks have lost their weights: `load_state_dict(..., assign=True)` restores them.
     """
 
     def __init__(self, model: nn.Module, mesh: SequenceMesh, device: torch.device | str | None) -> None:
@@ -158,7 +158,7 @@ class ShardedModel:
             raise
 
     def give_back(self) -> None:
-        """Make all weights whole again, where they were. All ranks must call it."""
+        """Gather all weights, where they were. All ranks must call it."""
         self._allow_changes()
         self.weights.restore(self._home)
         self._move(self._home)

@@ -26,15 +26,15 @@ Planner = Callable[[AttentionShape], ContextParallelConfig]
 
 
 class Scope(NamedTuple):
-    """What attention at a point of the forward may be over.
+    """Candidate streams of the attention at a point of the forward.
 
     Args:
-        streams: possible combinations; none = it needs no communication.
-        derived: from the names of arguments, not said by the plan.
+        streams: possible combinations; empty = no communication.
+        derived: from argument names, not from the plan.
         name: name of the module.
-        said: the plan says what attention is over, even if that is nothing.
-        shared_before: number of attentions that had been shared when the scope began.
-        range: of the profiler, until the scope is left.
+        said: the plan names the streams, even if there are none.
+        shared_before: number of shared attentions when the scope began.
+        range: profiler range, open until the scope is left.
     """
 
     streams: Sequence[AttentionStreams]
@@ -46,18 +46,18 @@ class Scope(NamedTuple):
 
 
 class RunningCall:
-    """A call from beginning to end. Nothing outlives it except what a transform puts into `kept`.
+    """A call from beginning to end. Only the values that transforms put into `kept` outlive it.
 
     Args:
         plan, kept: see `InstalledPlan`.
         model_name: name for messages.
         mesh, planner, on_module: see `InstalledPlan.call`.
-        after_attention: called when an attention and its exchanges have been launched.
+        after_attention: called after the launch of an attention and its exchanges.
 
     Attributes:
         state: streams, lengths and layouts.
-        ask: called before the ranks exchange tokens; they then also compare masks, for which they wait for the device.
-        expects_attention: an attention that should be shared and is not reached is an error.
+        ask: called before the ranks exchange tokens; if set, they also compare masks, for which they wait for the device.
+        expects_attention: missing an attention that should be shared is an error.
     """
 
     def __init__(
@@ -106,20 +106,17 @@ class RunningCall:
             self.state.end()
 
     def enter_scope(self, streams: Sequence[AttentionStreams], derived: bool = False, name: str = "", said: bool = True) -> None:
-        """Set what attention may be over from here on; no streams = it needs no communication. See `Scope`."""
+        """Set the candidate streams of attention from here on; empty = no communication. See `Scope`."""
         self._scopes.append(Scope(streams, derived, name, said, self._shared))
 
     def leave_scope(self) -> None:
-        """Return to the scope around the current one."""
         self._scopes.pop().range.__exit__(None, None, None)
 
     @property
     def scope(self) -> Scope:
-        """What attention at this point of the forward may be over."""
         return self._scopes[-1]
 
     def knows(self, streams: AttentionStreams) -> bool:
-        """Whether the lengths of all these streams are known."""
         return self.state.knows(streams[0]) and self.state.knows(streams[1])
 
     @property
@@ -128,7 +125,7 @@ class RunningCall:
         return self.expects_attention and self.scope.shared_before == self._shared and not self.attention_is_local
 
     def local(self, transform: Transform, value: Any, where: str) -> Any:
-        """Return this rank's part of a value; the whole one before anything is split, as when a patch skips the first blocks."""
+        """Return this rank's shard of a value; all of it before anything is split, as when a patch skips the first blocks."""
         try:
             return transform(self.state, value, where)
         except UnknownStreamError:
@@ -152,9 +149,8 @@ class RunningCall:
     ) -> Tensor:
         """Attend over the tokens of all ranks at this point of the forward. See `context_parallel_attention`.
 
-        Args:
-            streams: those of queries and keys, if known; None = found by their numbers.
-            own_masks: accept a mask made inside the attention, over this rank's queries and keys, if it hides padding.
+        `streams`: of queries and keys; None = derived from their lengths. `own_masks`: accept a mask made inside the attention,
+        over this rank's queries and keys, if it hides padding.
         """
         if self.ask is not None:
             self.ask()
@@ -182,12 +178,11 @@ class RunningCall:
         return context_parallel_attention(q_BLHD, k_BLKD, v_BLKD, mesh=self.mesh, once=self.state.once, **settings)
 
     def gather(self, value: Tensor, stream: str, dim: int) -> Tensor:
-        """Return the tokens of all ranks, given this rank's tokens of a stream along `dim`."""
+        """All-gather a stream's tokens along `dim`."""
         return self._all_tokens(self._model_name, (stream,), dim, value)
 
     def to_heads(self, tensors_BLHD: Sequence[Tensor]) -> list[Tensor]:
-        """Return all tokens of this rank's share of the heads, `[B, heads, tokens, D]`, given all heads of its own tokens, which
-        are those that attention at this point of the forward is over."""
+        """Exchange tokens of a stream, with all heads, for all tokens of this rank's heads, `[B, heads, tokens, D]`."""
         if self.attention_is_local:
             return [tensor.transpose(1, 2) for tensor in tensors_BLHD]
         first, mesh = tensors_BLHD[0], self.mesh
@@ -198,7 +193,7 @@ class RunningCall:
         return [layout.to_joint(tensor, 2) for tensor in whole]
 
     def whole_output(self, name: str, output: ContextParallelOutput, value: Tensor) -> Tensor:
-        """Return a module's output with the tokens of all ranks. `name`: of the module, for messages."""
+        """Return a module's output with the tokens of all ranks. `name`: the module, for messages."""
         if output.expected_dims is not None and value.ndim != output.expected_dims:
             raise PlanError(f"{name}: expected an output of {output.expected_dims} dimensions, got {tuple(value.shape)}")
         if output.stream is None:
@@ -217,7 +212,7 @@ class RunningCall:
 
     def check_attention(self) -> None:
         """Raise PlanError if tokens were split but no attention was shared."""
-        # A module with streams of its own may hold no attention, unless the plan says that some module does.
+        # A module with separate streams may hold no attention, unless the plan says that some module does.
         named = any(module.attention for module in self._plan.modules.values())
         split = self.state.tokens() if named else self.state.lengths
         if self.expects_attention and self.mesh.size > 1 and split and not self._shared and self._plan.shares_attention:
@@ -228,18 +223,18 @@ class RunningCall:
             )
 
     def close(self) -> None:
-        """End the call, also after an error. This frees its tensors now rather than at Python's next garbage collection."""
+        """End the call, also after an error. This frees its tensors now, not at Python's next garbage collection."""
         while self._scopes:  # left open by modules that raised
             self.leave_scope()
         self.state.close()
 
     def _own_parts(self, mask: Tensor, q_layout: JointLayout, k_layout: JointLayout) -> tuple[Tensor, Tensor | None]:
         """Reduce a mask over this rank's queries and keys to its visible keys, `[..., 1, keys]`, and the queries that see any key,
-        `[B or 1, queries, H or 1, 1]`. Any other mask is returned unchanged, with None.
+        `[B or 1, queries, H or 1, 1]`. Return any other mask unchanged, with None.
 
         Raises:
-            PlanError: it hides some keys from only some queries, so it does not say whether those see other ranks' keys. Or a rank
-                has a single query, and its mask may as well be meant for the queries of all ranks.
+            PlanError: the mask hides some keys from only some queries, so it leaves open whether those see other ranks' keys. Or a
+                rank has a single query, and its mask may be meant for the queries of all ranks.
         """
         own = tuple(layout.local_lengths[self.mesh.rank] for layout in (q_layout, k_layout))
         is_own = tuple(mask.shape[-2:]) == own and own[0] not in (1, q_layout.total)
@@ -257,7 +252,7 @@ class RunningCall:
         return keys, None if queries is None else queries[(None,) * (4 - queries.ndim)].transpose(1, 2)
 
     def _streams(self, queries: int, keys: int, mask: Tensor | None) -> AttentionStreams:
-        """Find the streams of queries and keys by how many of each this rank has."""
+        """Find the streams of queries and keys by their lengths on this rank."""
         state = self.state
         if id(mask) in state.masked:
             return state.masked[id(mask)][1]
@@ -295,6 +290,6 @@ class RunningCall:
         return whole if grid is None else whole.unflatten(dim, grid)
 
     def _gathered(self, value: Tensor, layout: JointLayout, dim: int) -> Tensor:
-        """Return all tokens in joint order, given those along `dim` that this rank contributes."""
+        """All-gather along `dim`, given the tokens that this rank contributes; return them in joint order."""
         (whole,) = self.mesh.whole.all_gather([value], layout.owned_lengths, dim)
         return layout.to_joint(whole, dim).contiguous()

@@ -1,9 +1,8 @@
 """Blocks of a model compiled by torch, with all sharding outside of the compiled code.
 
-A block's own forward is compiled. The hooks of plans and of sharded weights stay around it, and attention inside it is one operator
-that the compiler does not look into (`attention.opaque`), as is a layer with quantised weights (`opaque_layers`). Blocks of a class
-share compiled code, as weights are inputs of a graph. A block is compiled whole or not at all, so that a failure comes before any
-of it has run.
+The forward of a block is compiled. The hooks of plans and sharded weights stay around it. Attention inside it is one opaque
+operator (`attention.opaque`), as is a layer with quantised weights (`opaque_layers`). Blocks of a class share compiled code, as
+weights are inputs of a graph. A block is compiled whole or not at all, so a failure comes before any part of it has run.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from .opaque_layers import make_opaque
 from .plan import ShardingPlan, find_modules, method_of
 from .weights.blocks import blocks_of
 
-# Inductor's options that only set how hard it tries. Others name compilers, files and functions.
+# Inductor's tuning options. Its other options name compilers, files and functions.
 OPTIONS = (
     "coordinate_descent_tuning",
     "epilogue_fusion",
@@ -35,7 +34,7 @@ OPTIONS = (
 VARIANTS = 64  # compiled versions per kind of block, for other dtypes, numbers of dimensions, masks
 Failed = Callable[[CompileError], None]
 AS_THEY_ARE: set[nn.Module] = set()
-"""Blocks that are not compiled in the running call, because something inside of them is another thing in every call."""
+"""Blocks not compiled in the running call, because something inside them changes with every call."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +43,10 @@ class CompileSettings:
 
     Args:
         backend, mode, options: as in `torch.compile`; options as pairs, so that settings can be compared.
-        dynamic: whether sizes may change without compiling again; None = they may.
+        dynamic: whether sizes may change without recompilation; None = yes.
 
     Raises:
-        ValueError: an option that is not one of OPTIONS, or no number. Another computer may have sent it.
+        ValueError: an option outside OPTIONS, or a value that is no number. It may come from another computer.
     """
 
     backend: str = "inductor"
@@ -72,13 +71,13 @@ class CompiledBlocks:
 
     Args:
         model: in eval mode.
-        plan: of the model. Blocks inside which it splits or gathers stay as they are.
+        plan: of the model. Blocks inside which it splits or gathers stay uncompiled.
 
     Attributes:
-        failed: called whenever a block runs that could not be compiled. If it raises, so does the call; otherwise such blocks
-            run as they are.
+        failed: called whenever a block runs that could not be compiled. If it raises, so does the call; otherwise the block runs
+            uncompiled.
         kinds: class of compiled blocks -> number of blocks.
-        left: class of blocks that are not compiled -> reason: the plan, or the compiler's error.
+        left: class of uncompiled blocks -> reason: the plan, or the compiler's error.
     """
 
     def __init__(self, model: nn.Module, plan: ShardingPlan, settings: CompileSettings) -> None:
@@ -108,7 +107,6 @@ class CompiledBlocks:
             self.kinds[kind] = self.kinds.get(kind, 0) + 1
 
     def remove(self) -> None:
-        """Restore the blocks' own forward."""
         while self._wrapped:
             del self._wrapped.pop().forward
 

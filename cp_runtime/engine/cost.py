@@ -1,25 +1,25 @@
-"""Cost of one context-parallel attention for every way to split it, and the choice of a way.
+"""Cost of one context-parallel attention for every (ring, ulysses), and the choice between them.
 
-The model, for P ranks as ring R x ulysses U, S queries and S_k keys in all, H query and K key/value heads of D elements of b
-bytes, batch B, on a link with latency a and bandwidth w, attention at f operations per second and memory at m bytes per second.
-Rank r has the part l of the tokens, its chunk of the ring the part c, and it gets the part h of the heads (`split_sizes`, by
-shares); with equal shares and heads that divide, l = 1 / P, c = 1 / R, h = 1 / U. What counts is the rank with most:
+The model, for P ranks as ring R x ulysses U, S queries and S_k keys, H query and K key/value heads of D elements of b bytes, batch
+B, on a link with latency a and bandwidth w, attention at f operations per second and memory at m bytes per second. Rank r has the
+part l of the tokens, its chunk of the ring the part c, and it gets the part h of the heads (`split_sizes`, by shares); with equal
+shares and heads that divide, l = 1 / P, c = 1 / R, h = 1 / U. The rank with most counts:
 
 | term | formula |
 |---|---|
 | bytes sent by Ulysses | `B D b (l (1 - h) (S H + 2 S_k K) + (c - l) h S H)` (q, k, v, then the output) |
 | bytes sent by the ring | `(1 - c) * 2 S_k B D b K h`, c of the smallest chunk |
 | attention of one rank | `t = 4 B S S_k D H h c / f` |
-| Ulysses in C rounds | `s + (C - 1) * max(0, s - overlap * t / C)`, s = `2 a + bytes / (C w)`: what attention does not hide |
+| Ulysses in C rounds | `s + (C - 1) * max(0, s - overlap * t / C)`, s = `2 a + bytes / (C w)`: the part not hidden by attention |
 | more rounds | `(C - 1) * launch * ROUND_LAUNCHES`, and t in waves of `units` tiles, of which a round's last may be partly empty |
-| ring alltoall | `(R - 1) * max(0, a + bytes of the largest chunk / w - overlap * t / R)`: what is not hidden behind a step |
+| ring alltoall | `(R - 1) * max(0, a + bytes of the largest chunk / w - overlap * t / R)`: the part not hidden by a step |
 | ring allgather | `a + bytes / w` |
 | merging | `(R - 1) * 4 * B S D H h c * 4 / m`: the output is read and written in float32 for every further chunk |
 
 Shares are taken for the speeds of ranks: f and m of a rank are those of the mean rank times its share over the mean share. The
 choice has the least sum of attention, communication and merging; where two are equal, the higher Ulysses degree. Of the rounds in
 `ROUNDS`, the fewest are taken whose waiting is at most `NEARLY` of attention more than the least; beside a ring, one. `a`, `w`, `f`
-and `m` are measured on the ranks when they start (`measure`) and shared, so that every rank chooses alike. For a whole call see
+and `m` are measured on the ranks when they start (`measure`) and shared, so every rank chooses alike. For a whole call see
 `timing.prediction`.
 """
 
@@ -37,28 +37,28 @@ from .ranks.sharding import Shares, split_sizes
 
 ROUNDS = (1, 2, 4, 8)
 ROUND_LAUNCHES = 12  # operations per round: packing, two collectives, attention, unpacking
-NEARLY = 0.03  # of attention: so much longer than with the best number of rounds
+NEARLY = 0.03  # of attention: accepted excess over the best number of rounds
 TILE = 128  # queries of one head
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Speeds of the machine: the mean of some ranks."""
+    """Speeds of the machine: the mean over some ranks."""
 
-    latency: float  # seconds of a collective that carries next to nothing
+    latency: float  # seconds of an almost empty collective
     bandwidth: float  # bytes per second that one rank sends while all do
     flops: float  # operations per second of attention
     memory: float  # bytes per second of reading and writing
-    # Part of a computation beside which data travels: 0 where data goes through host memory, and what a CPU rank's core has left
+    # Part of a computation that a transfer overlaps with: 0 where data goes through host memory; the idle part of a CPU rank's core
     overlap: float
     linear: float = math.inf  # operations per second of a matrix product
-    launch: float = 0.0  # seconds that the host takes to launch one operation
-    units: float = 1  # parts of the device that compute a tile of an attention each, side by side; 1 = it is not divided
+    launch: float = 0.0  # seconds of the host to launch one operation
+    units: float = 1  # tiles of an attention that the device computes in parallel; 1 = it is not divided
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """One attention over the whole sequence. Its batch may be a part of what is stacked, and then no whole number."""
+    """One attention over the whole sequence. The batch may be fractional, as a part of the stacked items."""
 
     batch: float
     queries: int
@@ -69,7 +69,7 @@ class AttentionShape:
     itemsize: int
 
 
-# A frozen dataclass takes longer to make than to look up, and the blocks of a model attend alike.
+# Looking up a frozen dataclass is faster than making one, and the blocks of a model attend alike.
 attention_shape = lru_cache(maxsize=1024)(AttentionShape)
 
 
@@ -77,13 +77,13 @@ attention_shape = lru_cache(maxsize=1024)(AttentionShape)
 class CallWork:
     """The work of a call, independent of who computes it."""
 
-    items: int  # of the batch that groups can share out; 1 = none can
+    items: int  # batch items that groups can share out; 1 = none can
     sequence: bool  # whether ranks can share a sequence
-    # Shapes of shared attentions, over the whole sequence, for one item, and the count of each; none where one rank computed
+    # Shapes of the shared attentions, over the whole sequence, for one item, with their counts; none where one rank computed
     attentions: tuple[tuple[AttentionShape, int], ...]
     operations: float  # of matrix products, of one item
     result: int = 0  # bytes of the output
-    weights: int = 0  # bytes that every rank sends of its part of the weights, where each keeps one
+    weights: int = 0  # bytes of its weight shard that every rank sends, where weights are sharded
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def cost(shape: AttentionShape, ring: int, ulysses: int, settings: SequenceSetti
 
 
 def choose(shape: AttentionShape, ranks: int, settings: SequenceSettings, rates: Rates, shares: Shares = ()) -> tuple[int, int]:
-    """Return (ring, ulysses) of least cost, among those that the settings allow if there are any."""
+    """Return the (ring, ulysses) of least cost, among those that the settings allow if there are any."""
     return min(
         allowed(shape, ranks, settings, shares) or factors(ranks),
         key=lambda pair: (cost(shape, pair[0], pair[1], settings, rates, shares).total, pair[0]),
@@ -157,7 +157,7 @@ def choose(shape: AttentionShape, ranks: int, settings: SequenceSettings, rates:
 
 
 def allowed(shape: AttentionShape, ranks: int, settings: SequenceSettings, shares: Shares = ()) -> list[tuple[int, int]]:
-    """Return every (ring, ulysses) that can share an attention as the settings ask."""
+    """Return every (ring, ulysses) that the settings allow for an attention."""
     units = sum(shares) or ranks
     even = shape.queries % units == 0 and shape.keys % units == 0
     return [
@@ -172,17 +172,16 @@ def allowed(shape: AttentionShape, ranks: int, settings: SequenceSettings, share
 def decide(
     shape: AttentionShape, ranks: int, settings: SequenceSettings, rates: Rates, shares: Shares = ()
 ) -> tuple[ContextParallelConfig, Cost]:
-    """Decide how to share an attention; return the config and the predicted cost. The same arguments give the same answer on every
-    rank."""
+    """Return the config and the predicted cost of an attention. Equal arguments give the same answer on every rank."""
     given = settings.ring_degree, settings.ulysses_degree
-    # Given degrees are for the ranks that a full batch axis leaves. With fewer groups the rest of it is folded in.
+    # Degrees set by the user are for the ranks beside a full batch axis. With fewer groups the rest of that axis is folded in.
     chosen = given if math.prod(given) == ranks else choose(shape, ranks, settings, rates, shares)
     predicted = cost(shape, chosen[0], chosen[1], settings, rates, shares)
     return settings.with_degrees(*chosen, predicted.rounds), predicted
 
 
 class DegreePlanner:
-    """Decides the degrees of every attention of one call on some ranks, and adds up what they should cost."""
+    """The degrees of every attention of a call on some ranks, and the sum of the predicted costs."""
 
     def __init__(self, settings: SequenceSettings, ranks: int, rates: Rates, shares: Shares = ()) -> None:
         self.settings, self.ranks, self.rates, self.shares = settings, ranks, rates, shares

@@ -1,21 +1,21 @@
-"""Forwards recorded as CUDA graphs: the host launches one thing where it launched hundreds.
+"""Forwards recorded as CUDA graphs: one launch by the host instead of hundreds.
 
-A recording holds the whole forward of one rank, with NCCL's collectives in it. It is of one *form*: shapes, dtypes and every plain
-value among the arguments. Their tensors are copied into those that the recording reads.
+A recording holds the whole forward of one rank, including NCCL's collectives. It belongs to one *form*: the shapes, dtypes and
+plain values of the arguments. A replay first copies the arguments' tensors into the recorded inputs.
 
-| Call of a form | What the ranks do |
+| Call of a form | Work of the ranks |
 |---|---|
-| first | compute as ever |
-| second | the same, then record; nothing is computed or sent meanwhile |
-| third | compute, then replay the same; where that differs, compute again: the two may differ as well |
+| first | compute as usual |
+| second | the same, then record; recording computes and sends nothing |
+| third | compute, then replay the same; where that differs, compute again: two computations may differ as well |
 | later | replay |
 
-Before each of them the ranks agree on the least that one of them can do, since a replay, a recording and a plain call must meet
-their like on the other ranks. So any rank may forget its recordings at any time: when weights move, or memory is needed. An
-error while recording, or a difference, is the end of it for the model: this rank never has a recording again, and all compute. So
-is a number that the model keeps from call to call, beside its weights: a replay would not notice that it is another one.
+Before each call the ranks agree on the least that one of them can do, since a replay, a recording and a plain call must meet their
+like on the other ranks. So any rank may forget its recordings at any time: when weights move, or memory is needed. An error while
+recording, or a difference, ends recording for the model: this rank never records again, and all ranks compute. So does a
+floating-point tensor that the model keeps between calls, beside its weights: a replay would not notice a replacement.
 
-What a replay waits for inside is not measured.
+The time that a replay waits for other ranks is not measured.
 """
 
 from __future__ import annotations
@@ -37,22 +37,18 @@ from .ranks.collectives import CommStats, RankGroup, wait_for
 
 log = logging.getLogger("context_parallel.worker")
 
-SEEN, RECORDINGS = 16, 4  # forms that are remembered, and those with a recording
-NOISE = 2.0  # times the difference of two calls that a replay may differ
-NEVER, NEW, KNOWN, RECORDED, CHECKED = range(5)  # what a rank can do with a form
+SEEN, RECORDINGS = 16, 4  # forms to remember, and forms with a recording
+NOISE = 2.0  # a replay may differ by this multiple of the difference between two calls
+NEVER, NEW, KNOWN, RECORDED, CHECKED = range(5)  # levels of a form on a rank
 REPLAYED = "replayed"
 FIRST = "the first calls of a size are computed, recorded and compared"
 About = TypeVar("About")
 Run = Callable[[Any], tuple[Any, About]]
-"""A forward: arguments -> (output, what else there is to tell about the call)."""
+"""A forward: arguments -> (output, further information about the call)."""
 
 
 class Reads(DispatchMode):
-    """While active, notes the tensors of devices that operations read and that none of them made.
-
-    Attributes:
-        outside: one of each memory, which it keeps; by a number of the memory.
-    """
+    """While active, records in `outside` the device tensors that operations read and none of them made, one of each memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,10 +74,10 @@ class Recording(Generic[About]):
 
     Args:
         inputs, out: tensors that it reads and writes.
-        kept: others that it reads, beside weights.
-        about: what its forward told.
+        kept: other tensors that it reads, beside weights.
+        about: further information from the forward.
         counts, nbytes: of the collectives in it, by kind.
-        checked: a replay did what the forward does.
+        checked: a replay has given the forward's result.
     """
 
     graph: Any
@@ -107,8 +103,8 @@ class Graphs(Generic[About]):
     """The recorded forwards of one model on one rank.
 
     Attributes:
-        refused: why there is none any more; empty = there may be.
-        told: what became of the last call: REPLAYED, or why it was not.
+        refused: why there are none any more; empty = recording is possible.
+        told: outcome of the last call: REPLAYED, or why it was not.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
@@ -128,8 +124,8 @@ class Graphs(Generic[About]):
         """Run a forward, or replay it. All of `ranks` call this alike.
 
         Args:
-            key: of everything beside the arguments that decides the path of the forward.
-            own: makes tensors on the device of the arguments, for the forward to change as it likes.
+            key: everything beside the arguments that decides the path of the forward.
+            own: makes device tensors from the arguments, which the forward may modify.
             needed: bytes that the forward may take.
         """
         if self._recordings and self._addresses != self._found():
@@ -154,13 +150,13 @@ class Graphs(Generic[About]):
                 self.drop()
                 why = "another rank cannot"
         except BaseException:
-            self.drop()  # it may be their memory that was lacking
+            self.drop()  # memory may have run out because of them
             raise
         self.told = self.refused or why
         return out, about
 
     def drop(self, needed: float = math.inf) -> None:
-        """Forget all recordings, and give their memory back, unless so many bytes are free beside it."""
+        """Forget all recordings and free their memory, unless `needed` bytes are free beside it."""
         if not self._recordings or torch.cuda.mem_get_info(self._device)[0] >= needed:
             return
         for form in list(self._recordings):
@@ -181,7 +177,7 @@ class Graphs(Generic[About]):
         return KNOWN if form in self._seen else NEW
 
     def _weights(self) -> Iterator[Tensor]:
-        """Yield the weights, and the parts of those that have some."""
+        """Yield the weights, as plain tensors."""
         weights = (slots.get(name) for slots, name in self._slots)
         return (part for w in weights if w is not None for part in ((w,) if type(w) is Parameter else stored(w)))
 
@@ -189,13 +185,13 @@ class Graphs(Generic[About]):
         return [part.data_ptr() for part in self._weights()]
 
     def _record(self, form: object, inputs: Any, run: Run[About], stats: CommStats, needed: float) -> str:
-        """Record a forward, which has just run with such arguments. Return why that was not possible this time."""
+        """Record a forward, which has just run with such arguments. Return why that was impossible this time, else ""."""
         if any(part.device.type == "cpu" for part in self._weights()):
             return "some weights are in the computer's memory"
         while len(self._recordings) >= RECORDINGS:
             self._forget(next(iter(self._recordings)))
         wait_for(self._device)
-        torch.cuda.empty_cache()  # a recording has memory of its own
+        torch.cuda.empty_cache()  # a recording has private memory
         if torch.cuda.mem_get_info(self._device)[0] < 2 * needed:  # calls of other forms need as much again
             return "the device has too little memory for a recording"
         if not self._recordings:
@@ -220,7 +216,7 @@ class Graphs(Generic[About]):
     def _check(
         self, recording: Recording[About], out: Any, arguments: Any, own: Callable[[Any], Any], run: Run[About], ranks: RankGroup
     ) -> None:
-        """Compare a replay with the result of the forward, with arguments that the recording has not seen. All ranks come here."""
+        """Compare a replay with the forward's result, on arguments new to the recording. All ranks come here."""
         differs = _difference(recording.replay(arguments, ranks.stats), out)
         if ranks.largest(torch.tensor([float(differs != 0)], device=ranks.device)).item():
             noise = _difference(run(own(arguments))[0], out)
@@ -236,7 +232,7 @@ class Graphs(Generic[About]):
 
 
 def form_of(value: Any) -> object:
-    """Return a key of everything in arguments but the numbers in their tensors. What it does not know equals nothing."""
+    """Return a key of everything in arguments but the numbers in their tensors. Values of unknown types equal nothing."""
     if isinstance(value, Tensor):
         return value.shape, value.dtype
     if isinstance(value, (list, tuple)):
@@ -248,7 +244,6 @@ def form_of(value: Any) -> object:
 
 
 def _difference(out: Any, expected: Any) -> float:
-    """Return the largest difference of any two numbers."""
     pairs = zip(tensors(out), tensors(expected), strict=True)
     return max((0.0 if torch.equal(a, b) else (a.double() - b.double()).abs().max().item() for a, b in pairs), default=0.0)
 

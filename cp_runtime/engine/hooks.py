@@ -1,4 +1,4 @@
-"""Install a plan on a model with hooks around its own forward, and remove it again."""
+"""Install a plan on a model with hooks around its forward, and remove it again."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ PlanT = TypeVar("PlanT", bound=ShardingPlan)
 
 
 class InstalledPlan(Generic[PlanT]):
-    """A plan installed on a model. Its hooks hand over to the running call; without one they do nothing.
+    """A plan installed on a model. Its hooks hand over to the running call; outside of calls they do nothing.
 
     One call at a time and one thread, as in a worker rank.
 
     Attributes:
         current: the running call.
-        kept: what transforms keep from one call to the next, by transform; cleared when the plan is removed.
+        kept: values that transforms keep between calls, by transform; cleared when the plan is removed.
     """
 
     def __init__(self, model: nn.Module, plan: PlanT) -> None:
@@ -41,7 +41,7 @@ class InstalledPlan(Generic[PlanT]):
         self.current: RunningCall | None = None
         self.kept: dict[object, Any] = {}
         self._undo: list[Callable[[], None]] = []
-        # Hooks of the model itself are run by `forward`: torch would run them outside of `call`.
+        # `forward` runs the hooks of the model itself: torch would run them outside of `call`.
         self._enter_model: list[Callable[..., Any]] = []
         self._leave_model: list[Callable[..., Any]] = []
         with_attention: set[nn.Module] = set()
@@ -52,7 +52,7 @@ class InstalledPlan(Generic[PlanT]):
                 if module_plan.attention is not None:
                     with_attention.add(module)
                 positions = {argument: i for i, argument in enumerate(argument_names(module, method_of(pattern)))}
-                inputs = []  # (keyword, position, transform, place for messages)
+                inputs = []  # (keyword, position, transform, location for messages)
                 for argument, transform in module_plan.inputs.items():
                     parameter, keyword = argument.partition(".")[::2]
                     inputs.append((keyword or parameter, positions[parameter], transform, f"{name}({argument})"))
@@ -85,9 +85,9 @@ class InstalledPlan(Generic[PlanT]):
 
         Args:
             mesh: the ranks that share the sequence.
-            planner: decides how each attention is shared.
-            on_module: called whenever a planned module is entered.
-            weights: weights of the model, if every rank keeps a part of them.
+            planner: decides the degrees of each attention.
+            on_module: called on entry to a planned module.
+            weights: the model's weights, if they are sharded.
             kind: makes the call.
         """
         if self.current is not None:
@@ -104,7 +104,7 @@ class InstalledPlan(Generic[PlanT]):
 
     @not_compiled_itself
     def forward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call `run`, the model's own forward, with this rank's part of the arguments. Only inside of `call`."""
+        """Call `run`, the model's forward, with this rank's shard of the arguments. Only inside of `call`."""
         for enter in self._enter_model:
             args, kwargs = enter(self.model, args, kwargs) or (args, kwargs)
         out = run(*args, **kwargs)
@@ -114,7 +114,7 @@ class InstalledPlan(Generic[PlanT]):
         return out
 
     def remove(self) -> None:
-        """Remove the hooks, and undo what `on_remove` was given."""
+        """Remove the hooks, and call the functions given to `on_remove`."""
         while self._undo:
             self._undo.pop()()
         self._enter_model.clear()
@@ -131,7 +131,7 @@ class InstalledPlan(Generic[PlanT]):
         leave: Callable[..., Any] | None,
         method: str = "forward",
     ) -> None:
-        """Run functions before and after a module, in calls only: they get the running call, then what torch gives to hooks."""
+        """Run functions before and after a module, during calls only. They get the running call, then a torch hook's arguments."""
         enter, leave = (hook and self._in_call(hook) for hook in (enter, leave))
         if method != "forward":
             self._undo.append(_hook_method(module, method, enter, leave))
@@ -144,7 +144,7 @@ class InstalledPlan(Generic[PlanT]):
         if enter is not None:
             self._undo.append(module.register_forward_pre_hook(not_compiled(enter), with_kwargs=True).remove)
         if leave is not None:
-            # In front of existing hooks: what was entered last is left first, and other hooks see whole outputs.
+            # In front of existing hooks: the last module entered is the first left, and other hooks see whole outputs.
             self._undo.append(module.register_forward_hook(not_compiled(leave), prepend=True).remove)
 
     def _hook_attention(self, name: str, module: nn.Module, rule: AttentionRule) -> None:
@@ -226,7 +226,7 @@ def _leave_module(name: str, plan: ModulePlan, call: RunningCall, _: nn.Module, 
     if not plan.outputs:
         return None
     changes = {i: partial(call.local, split, where=f"{name} output {i}") for i, split in plan.outputs.items()}
-    # Other transforms may know other things that hold tokens.
+    # Other transforms may handle other objects that hold tokens.
     of_tensors = any(isinstance(split, ContextParallelInput) for split in plan.outputs.values())
     return _map_outputs(value, changes, name, of_tensors)
 
@@ -260,7 +260,7 @@ def _complete_output(
 
 
 def _map_outputs(value: Any, changes: Mapping[int, Callable[[Any], Any]], name: str, of_tensors: bool = True) -> Any:
-    """Apply functions to some outputs of a module that returns a single value, a tensor if `of_tensors`, or several of them."""
+    """Apply functions to some outputs of a module. It returns a single value, a tensor if `of_tensors`, or several values."""
     if not changes:
         return None
     single = not isinstance(value, (tuple, list))
@@ -278,9 +278,9 @@ def _map_outputs(value: Any, changes: Mapping[int, Callable[[Any], Any]], name: 
 def _hook_method(
     module: nn.Module, method: str, enter: Callable[..., Any] | None, leave: Callable[..., Any] | None
 ) -> Callable[[], None]:
-    """Run functions before and after a method, and the hooks of the module around it. Returns what undoes it.
+    """Run functions before and after a method, inside the module's hooks; return the function that undoes it.
 
-    torch runs a module's hooks, such as those that gather sharded weights, around `forward` only: the method takes its place.
+    torch runs a module's hooks, such as those that gather sharded weights, around `forward` only: the method stands in for it.
     """
     stock: Callable[..., Any] = getattr(module, method)
 

@@ -1,4 +1,4 @@
-"""Speeds of the ranks and of the link between them, measured when they start. Every rank gets the same numbers."""
+"""Speeds of the ranks and their links, measured at start. Every rank gets the same numbers."""
 
 from __future__ import annotations
 
@@ -19,26 +19,25 @@ from .ranks.collectives import wait_for
 from .ranks.mesh import SequenceMesh
 from .ranks.sharding import Shares
 
-SAME_SPEED = 0.1  # devices of different names that differ by less than this count as equal
-SLOWER = 2.0  # times as long: a link has become slower, and no rank was merely late
-ENOUGH, LONG = 0.02, 1.0  # seconds to measure a link, and at most where it becomes slower
+SAME_SPEED = 0.1  # devices of different names that differ by less count as equal
+SLOWER = 2.0  # times as long: the link has become slower; a late rank does not explain it
+ENOUGH, LONG = 0.02, 1.0  # seconds to measure a link, and the limit where it becomes slower
 RISING = 0.3  # seconds of work that bring the clocks of an idle accelerator up
 SIZES = {"cpu": (256, 1 << 18, 256), "accelerator": (4096, 1 << 22, 4096)}
-"""What is measured: tokens of an attention, elements that are sent, side of a matrix."""
-STEPS = 4  # shares are multiples of this part of the slowest rank's
+"""Problem sizes: tokens of an attention, elements to send, side of a matrix."""
+STEPS = 4  # shares are multiples of this fraction of the slowest rank's
 
 
 @dataclass(frozen=True)
 class Measured:
-    each: tuple[Rates, ...]  # rates of every rank. Latency and bandwidth are those while all ranks send to each other.
+    each: tuple[Rates, ...]  # of every rank. Latency and bandwidth are those while all ranks send to each other.
     devices: tuple[int, ...]  # a number for the name of every rank's device
     machines: tuple[str, ...] = ()  # of every rank; empty = all are on one
-    # (latency, bandwidth) of every rank while all send to those of their own machine alone; empty where there is one machine
+    # (latency, bandwidth) of every rank while all send within their machine only; empty where there is one machine
     inside: tuple[tuple[float, float], ...] = ()
 
     def of(self, *groups: Sequence[int]) -> Rates:
-        """Return the mean of the ranks in some groups, and the link while the ranks of each group send to each other: inside of
-        machines where every group is on one, else between all ranks."""
+        """Return the mean over the ranks in some groups. The link is the one inside machines if each group is on one."""
         ranks = [rank for group in groups for rank in group]
         some, all_ = [self.each[rank] for rank in ranks], self.each
         links = [(one.latency, one.bandwidth) for one in all_]
@@ -57,9 +56,9 @@ class Measured:
 
     @property
     def shares(self) -> Shares:
-        """Shares in proportion to the speeds of the ranks; none where the devices are of one kind, or equally fast.
+        """Shares in proportion to the speeds of the ranks; empty where the devices are of one kind, or equally fast.
 
-        A speed is that of attention and matrix products by halves. Shares are rounded: another measurement gives the same ones.
+        A speed is that of attention and matrix products by halves. Shares are rounded, so another measurement gives the same ones.
         """
         speeds = [2 / (1 / one.flops + 1 / one.linear) for one in self.each]
         slowest = min(speeds)
@@ -69,19 +68,18 @@ class Measured:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the kind of a device: torch's name for it, or its type."""
+    """Return torch's name of a device, or its type."""
     name = getattr(getattr(torch, device.type, None), "get_device_name", None)
     return device.type if name is None else str(name(device))
 
 
 def device_driver() -> str:
-    """Return what the speed of devices depends on besides their kind: torch and its driver."""
+    """Return the versions that a device's speed depends on: torch and its driver."""
     return f"{torch.__version__}, {torch.version.cuda or torch.version.hip or ''}"
 
 
 def measure(mesh: SequenceMesh, device: torch.device, name: str = "", machines: Sequence[str] = ()) -> Measured:
-    """Measure this rank and its links; all ranks do it together, in a fraction of a second. `name`: of the kind of device.
-    `machines`: of all ranks."""
+    """Measure this rank and its links, with all ranks, in a fraction of a second. `name`: kind of device; `machines`: of ranks."""
     whole, ranks = mesh.whole, mesh.size
     cpu, place = device.type == "cpu", torch.device("cpu") if whole.via_host else device
     tokens, elements, side = SIZES["cpu" if cpu else "accelerator"]
@@ -103,7 +101,7 @@ def measure(mesh: SequenceMesh, device: torch.device, name: str = "", machines: 
         return min(_times(run, device, delay))
 
     def lasting(run: Callable[[], object]) -> float:
-        """Return the seconds of a run in the long term: a link may absorb a burst at once. All ranks stop at the same time."""
+        """Return the long-term seconds of a run: a link may absorb a burst at once. All ranks stop at the same time."""
         began, found = time.perf_counter(), list[float]()
         while True:
             own = torch.tensor([*_times(run, device, delay), time.perf_counter() - began], device=place)
@@ -152,7 +150,7 @@ def measure(mesh: SequenceMesh, device: torch.device, name: str = "", machines: 
 
 
 def _launch(device: torch.device) -> float:
-    """Return the seconds that the host takes to launch an operation."""
+    """Return the seconds of the host to launch an operation."""
     small, count = torch.zeros(1, device=device), 200
     times = timeit.repeat(lambda: small.add_(1), lambda: wait_for(device), number=count, repeat=3)
     wait_for(device)
@@ -169,8 +167,8 @@ def in_the_long_run(times: Iterable[float]) -> tuple[float, bool]:
 
 
 def _times(run: Callable[[], object], device: torch.device, delay: Callable[[], object]) -> list[float]:
-    """Return the seconds of a few runs, after one to warm up; on the clock of the device where it has one, without the launches of
-    the host. `delay`: keeps the device at work until the host has launched the runs."""
+    """Return the seconds of a few runs, after one to warm up; by the device's clock if it has one, without the host's launches.
+    `delay`: keeps the device busy until the host has launched the runs."""
     run()
     if device.type == "cpu":
         return [max(seconds, 1e-9) for seconds in timeit.repeat(run, number=1, repeat=3)]

@@ -1,8 +1,8 @@
-"""Linear layers with quantised weights as one operator that a compiler does not look into.
+"""Linear layers with quantised weights as one operator that is opaque to compilers.
 
-Where a device multiplies in the weights' own format, such a layer quantises its input, too: a tensor that is made inside the graph
-and has Python attributes, which torch's compiler cannot trace. A graph is compiled for all blocks of a class, so the operator names
-a layer by its number, and the block that is running says which one that is.
+Where a device multiplies in the weights' format, such a layer quantises its input, too: a tensor made inside the graph with Python
+attributes, which torch's compiler cannot trace. A graph is compiled for all blocks of a class, so the operator identifies a layer
+by its number within the running block.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .attention.opaque import COMPILING
 
 
 def make_opaque(block: nn.Module) -> list[nn.Module]:
-    """Have the quantised linear layers of a block run through the operator, until `del layer.forward`. Returns them."""
+    """Route a block's quantised linear layers through the operator, until `del layer.forward`. Return them."""
     layers = [layer for layer in block.modules() if _is_quantised(layer) and "forward" not in vars(layer)]
     for number, layer in enumerate(layers):
         layer.forward = partial(_forward, layer, number)
@@ -32,8 +32,8 @@ def linear(x: Tensor, layer: int, features: int) -> Tensor:
 
     Args:
         x: `[..., in features]`.
-        layer: its number among those of its block.
-        features: that it returns.
+        layer: its number within the block.
+        features: out features.
 
     Returns:
         `[..., features]` in x's dtype, contiguous.

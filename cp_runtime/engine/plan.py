@@ -1,4 +1,4 @@
-"""Sharding plans: data that says which arguments of which modules are split, and which output is gathered."""
+"""Sharding plans: data that says which arguments of which modules are split, and which outputs are gathered."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from ..errors import PlanError
 from .state import AttentionStreams
 from .transforms import ContextParallelOutput, Transform, check_names
 
-# Arguments of a module's forward -> what the attention inside it may be over; empty = no communication.
+# Arguments of a module's forward -> candidate streams of the attention inside it; empty = no communication.
 AttentionRule = Callable[[Mapping[str, Any]], Sequence[AttentionStreams]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModulePlan:
-    """What happens to a module, or to every module that a pattern with one `*` matches.
+    """Sharding of a module, or of every module that a pattern with one `*` matches.
 
     Args:
         inputs: argument name -> transform. Arguments that define a stream come before those that use it. An argument taken by
             `**name` is written "name.argument".
-        outputs: index of an output -> how it is split.
-        attention: streams of the self-attention inside the module, in joint order; empty = no communication inside; None = the
-            same as around the module. Outside of all modules there is none unless the plan says so.
+        outputs: index of an output -> its split.
+        attention: streams of the self-attention inside the module, in joint order; empty = no communication inside; None = the same
+            as around the module. Outside of all modules there is none unless the plan says so.
         keys: streams of the keys and values, if they differ from those of the queries.
         local: submodules, relative to the module, whose attention needs no communication (replicated keys and values).
         separate: the module splits its inputs and gathers its output by itself: its streams have their own lengths.
@@ -49,14 +49,14 @@ class ModulePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingPlan:
-    """How a module is sharded, with its own forward.
+    """Sharding of a model that keeps its own forward.
 
     Args:
-        modules: pattern -> what happens to those modules; "" is the module itself, "pattern:method" modules in calls of another
-            method than `forward`.
+        modules: pattern -> plan of those modules; "" is the model itself, "pattern:method" modules in calls of another method than
+            `forward`.
         outputs: module path -> which stream is gathered from its output, or from each of its outputs (None = left alone).
-        attention: what attention outside of all planned modules may be over, once one of the streams is known.
-        attention_rule: for modules that decide by their arguments what they attend to: module -> rule, or None.
+        attention: candidate streams of attention outside of all planned modules, once the length of one is known.
+        attention_rule: for modules whose attention depends on their arguments: module -> rule, or None.
     """
 
     modules: Mapping[str, ModulePlan]
@@ -71,12 +71,12 @@ class ShardingPlan:
 
     @property
     def origin(self) -> str:
-        """Whose plan this is, for messages."""
+        """The origin of this plan, for messages."""
         return "the plan"
 
     @property
     def remedy(self) -> str:
-        """What to do if the plan does not fit, for messages."""
+        """Advice for a plan that does not fit, for messages."""
         return "Correct the plan."
 
     def check(self, model: nn.Module) -> None:
@@ -102,7 +102,7 @@ class ShardingPlan:
 def find_modules(root: nn.Module, pattern: str, prefix: str = "", remedy: str = "") -> Sequence[tuple[str, nn.Module]]:
     """Return (path, module) of every module that `pattern` names; `*` stands for one path component, `-1` for the last of a list.
 
-    A component `name?` need not be there: some models of a class are without it.
+    A component `name?` is optional: some models of a class lack it.
 
     Raises:
         PlanError: there is none.
@@ -132,7 +132,7 @@ def _inside(module: nn.Module, part: str) -> list[tuple[str, nn.Module]]:
 
 
 def method_of(pattern: str) -> str:
-    """Return the method that a pattern of a plan is about."""
+    """Return the method in a plan's pattern."""
     return pattern.partition(":")[2] or "forward"
 
 

@@ -1,4 +1,4 @@
-"""The state of a running call on one rank: streams, their lengths, and results for arguments that come again."""
+"""The state of a running call on one rank: streams, their lengths, and cached results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..errors import PlanError, UnknownStreamError
 from ..nested import tensors
 from .ranks.sharding import CONTIGUOUS, JointLayout, Shares, Split, joint_layout
 
-REMEMBERED = 64  # results of a call that are kept for later blocks
+REMEMBERED = 64  # results cached per call
 
 # Streams of the queries and of the keys of one attention, each in joint order.
 AttentionStreams = tuple[tuple[str, ...], tuple[str, ...]]
@@ -25,17 +25,17 @@ class CallState:
         rank: this rank's index on the sequence axes.
         world_size: ranks on the sequence axes.
         gather: (this rank's tokens, stream, dimension of tokens) -> the tokens of all ranks.
-        kept: what a transform keeps for later calls of the same model, by transform.
+        kept: values that transforms keep for later calls of the same model, by transform.
         shares: share of each rank; empty = equal shares.
 
     Attributes:
-        arguments: of the model's forward, by name, as far as the caller passes them on.
+        arguments: named arguments of the model's forward, as far as the caller passes them on.
         lengths: tokens of every stream seen so far.
         grids: frames, rows and columns of streams that were grids.
-        masked: id of a mask -> the mask, and the streams of the queries and keys it belongs to, if a transform knows them.
-        padding: streams of keys -> additive mask over all of them, in joint order, that hides those with which shorter items of a
-            batch are padded. It takes the place of the mask that a module makes for the padding on this rank.
-        whole: streams of which every rank has all tokens again.
+        masked: id of a mask -> the mask, and the streams of its queries and keys, if a transform knows them.
+        padding: streams of keys -> additive mask over all of them, in joint order, that hides the padding of shorter batch items.
+            It replaces the mask that a module makes for the padding on this rank.
+        whole: streams gathered on every rank.
         gathers: whether neighbouring tokens are gathered.
     """
 
@@ -60,12 +60,12 @@ class CallState:
         self._splits: dict[str, Split] = {}
         self._layouts: dict[tuple[str, ...], JointLayout] = {}
         self._around: list[tuple[Any, ...]] = []
-        self._left: dict[str, tuple[int, int]] = {}  # tokens in modules with streams of their own, as in `tokens`
+        self._left: dict[str, tuple[int, int]] = {}  # tokens in modules with separate streams, as in `tokens`
         # Side inputs are the same tensor for every block. Keeping the source prevents its id from being reused.
         self._memo: dict[tuple[object, ...], tuple[Any, Any]] = {}
 
     def layout(self, streams: tuple[str, ...]) -> JointLayout:
-        """Return the layout of `streams` in joint order. Raises PlanError if one of them has not been seen yet."""
+        """Return the layout of `streams` in joint order. Raises PlanError if the length of one is unknown."""
         if streams not in self._layouts:
             missing = [name for name in streams if name not in self.lengths]
             if missing:
@@ -80,26 +80,24 @@ class CallState:
 
     @property
     def replicates(self) -> bool:
-        """Whether every rank holds all tokens of some stream."""
         return any(split.replicated for split in self._splits.values())
 
     def knows(self, streams: tuple[str, ...]) -> bool:
-        """Return whether the lengths of all given streams are known."""
         return streams in self._layouts or all(name in self.lengths for name in streams)
 
     def define(self, stream: str, length: int, split: Split = CONTIGUOUS) -> None:
-        """Define a stream's length and how it is split. The first definition counts."""
+        """Define a stream's length and split. The first definition counts."""
         if stream not in self.lengths:
             self.lengths[stream], self._splits[stream] = length, split
 
     def gather(self, value: Tensor, stream: str, dim: int) -> Tensor:
-        """Return the tokens of all ranks, in order. Every rank must call it."""
+        """All-gather a stream's tokens, in order. Every rank must call it."""
         if self._gather is None:
             raise PlanError("no ranks to gather from")
         return self._gather(value, stream, dim)
 
     def begin(self) -> None:
-        """Enter a module whose streams have lengths of their own."""
+        """Enter a module with separate streams."""
         self._around.append((self.lengths, self.grids, self._splits, self._layouts))
         self.lengths, self.grids, self._splits, self._layouts = {}, {}, {}, {}
 
@@ -109,7 +107,7 @@ class CallState:
         self.lengths, self.grids, self._splits, self._layouts = self._around.pop()
 
     def tokens(self) -> dict[str, tuple[int, int]]:
-        """Return how many tokens of every stream all ranks have, and this one. Each run of a module with its own streams counts."""
+        """Return each stream's token count on all ranks and on this one. Every run of a module with separate streams adds to it."""
         found = dict(self._left)
         for name, length in self.lengths.items():
             total, held = found.get(name, (0, 0))
@@ -119,8 +117,8 @@ class CallState:
     def once(self, key: object, source: Any, make: Any) -> Any:
         """Return `make()`, computed once per call for the object `source`.
 
-        A tensor that was modified in place counts as a new one. torch does not track that for tensors made in inference mode: their
-        results are computed every time. Ranks compute under `torch.no_grad`.
+        A tensor modified in place counts as a new one. torch does not track that for tensors made in inference mode: their results
+        are computed every time. Ranks compute under `torch.no_grad`.
         """
         counts = versions(tensors(source))
         if counts is None:
@@ -133,7 +131,7 @@ class CallState:
         return self._memo[slot][1]
 
     def close(self) -> None:
-        """End the call: release its tensors and the call itself. Lengths and layouts stay, for reports."""
+        """End the call: release its tensors and its reference to the call. Lengths and layouts stay, for reports."""
         self.arguments = {}
         self.masked.clear()
         self.padding.clear()

@@ -1,11 +1,10 @@
 """Transforms of a module's arguments and outputs: the vocabulary of plans.
 
-`ContextParallelInput` and `ContextParallelOutput` keep the names and meanings of diffusers. Added are the token *streams* that a
-tensor belongs to (diffusers knows one anonymous sequence), and arguments that are not tensors of tokens but describe tokens
-(absolute indices, token ranges).
+`ContextParallelInput` and `ContextParallelOutput` keep the names and meanings of diffusers. Added are a tensor's token *streams*
+(diffusers knows one anonymous sequence), and arguments that describe tokens without holding them (absolute indices, token ranges).
 
-A transform is called with the state of the running call and the full value, and returns what the module must see on this rank.
-It is idempotent: a value that is already local passes unchanged.
+A transform takes the state of the running call and the full value, and returns this rank's value. It is idempotent: a local value
+passes unchanged.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def check_names(field: str, names: Any) -> None:
 
 
 def _made(transform: Any, state: CallState, value: Tensor, make: Callable[[], Tensor]) -> Tensor:
-    """Return what a transform makes of a tensor: once per call if every module gets the same one."""
+    """Apply a transform's `make` to a tensor: once per call if every module gets the same tensor."""
     made: Tensor = state.once(transform, value, make) if transform.side else make()
     return made
 
@@ -48,13 +47,12 @@ class ContextParallelInput:
     """Split a tensor along `split_dim`.
 
     Args:
-        split_dim: dimension that counts tokens. A tensor without that dimension says nothing about tokens and passes.
+        split_dim: dimension that counts tokens. A tensor without that dimension describes no tokens and passes.
         expected_dims: number of dimensions the tensor must have; another number is an error (not a warning).
         split_output: split an output of the module instead of an argument.
-        streams: token streams along `split_dim`, in joint order. Unless `side` is set, the first tensor seen defines the length
-            of the first of them; those behind it must be known. None = tokens of their own, of which nothing else is known:
-            always split.
-        side: the same tensor comes with every module (positions, masks): it is split once per call and kept.
+        streams: token streams along `split_dim`, in joint order. Unless `side` is set, the first tensor seen defines the length of
+            the first of them; the lengths of the others must be known. None = anonymous tokens, always split.
+        side: the same tensor comes with every module (positions, masks): it is split once per call and cached.
         frames: for the argument that defines a stream: number of frames, given the state; the stream is split inside each.
         replicated: for the argument that defines a stream: every rank keeps all of it (see `sharding`).
     """
@@ -112,9 +110,9 @@ class ContextParallelOutput:
     Args:
         gather_dim: dimension that counts tokens; for a stream that came as a grid, its first dimension, frames.
         expected_dims: number of dimensions the output must have.
-        stream: whose tokens they are; several streams in joint order where the module returns them joint.
+        stream: stream of the tokens; several streams in joint order where the module returns them joint.
         within: streams of the output in joint order, where only the tokens of `stream` are gathered and the others stay local.
-        when: whether it is gathered in the running call; None = always.
+        when: whether the running call gathers it; None = always.
     """
 
     gather_dim: int
@@ -128,11 +126,11 @@ class ContextParallelOutput:
 class GridInput:
     """Split a tensor whose tokens form a grid of frames, rows and columns, inside each frame.
 
-    The result has the same number of dimensions: frames, this rank's tokens of a frame, 1. This works for modules that treat rows
-    and columns alike. A tensor of size 1 in all three describes no tokens and passes.
+    The result has the same number of dimensions: frames, this rank's tokens of a frame, 1. Only for modules that treat rows and
+    columns alike. A tensor of size 1 in all three describes no tokens and passes.
 
     Args:
-        stream: the tokens; the first tensor seen defines them.
+        stream: stream of the tokens; the first tensor seen defines it.
         dim: the first of the three dimensions.
         side: every module gets the same tensor: it is split once per call.
     """
@@ -165,7 +163,7 @@ class GridInput:
 class WithNeighbours:
     """Extend this rank's tokens by their neighbours, for operations other than attention: convolutions, windows, sums.
 
-    Splitting the output by `WithoutNeighbours` (or by `ContextParallelInput` if it has all tokens) leaves this rank's own.
+    Splitting the output by `WithoutNeighbours` (or by `ContextParallelInput` if it has all tokens) removes them again.
 
     Args:
         stream: stream of the tokens, already defined, local or whole.
@@ -197,7 +195,7 @@ class WithNeighbours:
 
 @dataclass(frozen=True, kw_only=True)
 class WithoutNeighbours:
-    """Remove what `WithNeighbours` with the same stream and reach has added."""
+    """Remove the neighbours added by `WithNeighbours` with the same stream and reach."""
 
     stream: str
     reach: int

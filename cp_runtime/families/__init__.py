@@ -1,4 +1,4 @@
-"""One plan table per model family; every module here holds some. `plan_for` finds the table of a model."""
+"""One plan table per model family. `plan_for` finds the table of a model."""
 
 from __future__ import annotations
 
@@ -23,23 +23,21 @@ UNSTAGED = {
     "SeedVR2": "its blocks keep the lengths of windows for the next ones, and skipped blocks keep none",
     "Wan-Animate 2": "the model calls other methods of its blocks than forward",
 }
-"""Families whose blocks cannot be divided into stages, and why."""
+"""Families whose blocks cannot be divided into stages -> reason."""
 
 
 def most_stages(model: nn.Module) -> int:
-    """Return the number of stages that a model can be divided into at most; 0 = it cannot, or has no plan."""
+    """Return the largest number of stages for a model; 0 = it cannot be divided, or has no plan."""
     plan = PLANS.get(class_name(model))
     return 0 if plan is None or plan.family in UNSTAGED else len(staged_blocks(model, plan))
 
 
 def class_name(model: nn.Module) -> str:
-    """Return the full name of a module's class, the key of `PLANS`."""
     return f"{type(model).__module__}.{type(model).__qualname__}"
 
 
 def plan_for(model: nn.Module) -> FamilyPlan:
-    """Return the checked plan of a diffusion model. Raises UnsupportedError: none was written for its class; PlanError: the plan
-    was written for another model."""
+    """Return a diffusion model's checked plan. Raises UnsupportedError if its class has none, PlanError if it is another's."""
     plan = PLANS.get(class_name(model))
     if plan is None:
         raise UnsupportedError(

@@ -1,7 +1,7 @@
 """ACE-Step, Stable Audio Open and Stable Audio 3: one stream of sound.
 
 ACE-Step 1 has linear attention over all tokens, and convolutions over three. In ACE-Step 1.5 every other layer attends to a window,
-which needs the tokens around a rank's own and no others.
+which only needs the tokens next to a rank's own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ACE_STEP = FamilyPlan(
     model_class="comfy.ldm.ace.model.ACEStepTransformer2DModel",
     modules={
         "transformer_blocks.*": ModulePlan(inputs={"hidden_states": TOKENS}),
-        # Its sums over tokens are out of reach, and cheap: every rank makes them of all tokens.
+        # Its sums over tokens cannot be intercepted, and are cheap: every rank computes them over all tokens.
         "transformer_blocks.*.attn": ModulePlan(inputs={"hidden_states": WithNeighbours(stream="audio")}, outputs={0: TOKENS}),
         "transformer_blocks.*.cross_attn": ModulePlan(
             inputs={"cross_attention_kwargs.rotary_freqs_cis": side(AUDIO, dim=0, dims=2)}
@@ -39,7 +39,6 @@ ACE_STEP = FamilyPlan(
 
 
 def slides(model: nn.Module, path: str) -> bool:
-    """Return whether an attention is over a sliding window."""
     attention: Any = model.get_submodule(path)
     window = attention.sliding_window
     if window is not None and window > WINDOW:
@@ -56,7 +55,7 @@ ACE_STEP_15 = FamilyPlan(
             attention=AUDIO,
             local=("cross_attn",),
         ),
-        # The mask is made of distances between the tokens at hand, so it is right for any run of them.
+        # The mask follows from distances between the local tokens, so it is right for any run of them.
         "decoder.layers.*.self_attn": ModulePlan(
             inputs={
                 "hidden_states": WithNeighbours(stream="audio", reach=WINDOW),
@@ -74,7 +73,7 @@ ACE_STEP_15 = FamilyPlan(
 
 
 def last_tokens(state: CallState, value: Any, where: str) -> Any:
-    """Split a value per token for the last tokens, `[B, count, ...]`: the module puts zeros in front of a rank's part."""
+    """Split per-token values of the last tokens, `[B, count, ...]`: the module puts zeros in front of a rank's part."""
     if not isinstance(value, Tensor) or state.world_size == 1:
         return value
     layout = state.layout(AUDIO)
@@ -102,6 +101,6 @@ STABLE_AUDIO = FamilyPlan(
         "transformer.layers.*.cross_attn": ModulePlan(outputs={0: TOKENS}),
         "transformer.layers.*.cross_attn.to_out": SCALED,
     },
-    # Before memory tokens and what was prepended are cut off.
+    # Before memory tokens and prepended ones are cut off.
     outputs={"transformer.layers.-1": gathered("audio")},
 )

@@ -22,7 +22,7 @@ class Frames(GridInput):
 
 
 def whole_grid(state: CallState, value: Any, where: str) -> Any:
-    """Return something in the shape of the whole grid, for modules that make positions from a shape."""
+    """Return a tensor in the shape of the whole grid, for modules that derive positions from a shape."""
     return value[:, :1, :1, :1].expand(-1, *state.grids["video"], -1)
 
 

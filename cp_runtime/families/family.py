@@ -27,14 +27,14 @@ def tokens(
 
 
 def side(streams: Streams, *, dim: int, dims: int) -> ContextParallelInput:
-    """Split what describes tokens and is the same for every block (positions, masks, modulation), once per call."""
+    """Split a tensor that describes tokens and is the same for every block (positions, masks, modulation), once per call."""
     return ContextParallelInput(dim, dims, streams=_joint(streams), side=True)
 
 
 def gathered(
     stream: Streams, *, dim: int = 1, dims: int = 3, within: tuple[str, ...] = (), when: Callable[[CallState], bool] | None = None
 ) -> ContextParallelOutput:
-    """Gather the tokens of all ranks: `stream` is what the module returns, or a part of it (`within`)."""
+    """Gather the tokens of all ranks: `stream` is the module's output, or a part of it (`within`)."""
     return ContextParallelOutput(dim, dims, stream=stream, within=within, when=when)
 
 
@@ -44,16 +44,16 @@ def _joint(streams: Streams) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class FamilyPlan(ShardingPlan):
-    """How one class of ComfyUI's models is sharded.
+    """The sharding of one class of ComfyUI's models.
 
     Args:
         family: name shown to users.
         model_class: full name of the module class that the plan was written for.
         since: first of the tested versions of ComfyUI that has the class.
-        control: kind of ControlNet residuals ("input", "middle", "output") -> the stream, or streams in joint order, that they
-            are added to, or None if they are not tokens. Empty = the model takes none.
-        attention_names: full names under which modules call ComfyUI's attention without passing transformer_options; with "()"
-            behind it, that of a function which returns the attention to call, as for a device.
+        control: kind of ControlNet residuals ("input", "middle", "output") -> the stream, or streams in joint order, that they are
+            added to, or None if they are not tokens. Empty = the model takes none.
+        attention_names: full names under which modules call ComfyUI's attention without passing transformer_options; a trailing
+            "()" marks a function that returns the attention to call, as for a device.
         shares_batch: arguments of a call -> whether each item is computed independently of the others; None = always.
         rebuilt: "argument.key" of objects in dicts that the forward rebuilds if they are missing: not sent to the workers.
     """
@@ -67,7 +67,6 @@ class FamilyPlan(ShardingPlan):
     rebuilt: tuple[str, ...] = ()
 
     def batch_is_shared(self, arguments: Mapping[str, Any]) -> bool:
-        """Return whether the items of a call may be computed on different ranks."""
         return self.shares_batch is None or self.shares_batch(arguments)
 
     @property

@@ -12,15 +12,15 @@ from ..engine.ranks.sharding import Split
 from ..engine.state import CallState
 from .family import FamilyPlan, gathered
 
-# The first tokens attend to each other causally, in an attention of their own, and their keys and values are kept for further
-# steps, whose tokens are without them: whole on every rank. "prefix" is what a block is called with of them: all or none.
+# The first tokens attend to each other causally, in a separate attention. The model caches their keys and values for later steps,
+# which run without them: whole on every rank. "prefix" counts those among a block's tokens: all or none.
 KEYS = ("kept", "generated")
 TOKENS = ("prefix", "generated")
 REMEMBERED = 8  # tensors while the plan is installed: more than the model keeps keys for
 
 
 def kept_keys(state: CallState, value: Any, where: str) -> Any:
-    """Define the first tokens, whose keys and values may be there from an earlier step: (keys, values, number), or () or None."""
+    """Define the first tokens, whose keys and values may be cached from an earlier step: (keys, values, number), or () or None."""
     kept, everywhere = max(0, int(state.arguments["ar_len"])), Split(replicated=True)
     state.define("kept", kept, everywhere)
     state.define("prefix", 0 if value else kept, everywhere)
@@ -45,7 +45,7 @@ class Tokens:
 
 
 def same_object(state: CallState, value: Any, where: str) -> Any:
-    """Return the same tensor object for equal values: the model identifies its kept keys by the reference images' identity."""
+    """Return the same tensor object for equal values: the model identifies its cached keys by the reference images' identity."""
     if value is None:
         return None
     seen = state.kept.setdefault(same_object, deque(maxlen=REMEMBERED))
@@ -59,7 +59,7 @@ def same_object(state: CallState, value: Any, where: str) -> Any:
 HIDREAM_O1 = FamilyPlan(
     family="HiDream-O1",
     model_class="comfy.ldm.hidream_o1.model.HiDreamO1Transformer",
-    shares_batch=lambda arguments: False,  # every item uses the text, the references and the kept keys of the first
+    shares_batch=lambda arguments: False,  # every item uses the text, the references and the cached keys of the first
     modules={
         "": ModulePlan(inputs={"kwargs.ref_pixel_values": same_object}),
         "language_model.layers.*": ModulePlan(

@@ -1,4 +1,4 @@
-"""Text and picture in one attention, each a stream of its own."""
+"""Text and picture in one attention, as two streams."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ HIDREAM = FamilyPlan(
     model_class="comfy.ldm.hidream.model.HiDreamImageTransformer2DModel",
     modules={
         "double_stream_blocks.*": ModulePlan(
-            # Every block puts its own text behind the tokens, and cuts it off again by its length: it stays whole.
+            # Every block appends its text to the tokens, and cuts it off again by its length: it stays whole.
             inputs={"image_tokens": tokens("img"), "text_tokens": tokens("txt", replicated=True), "rope": ROPE},
             attention=IMAGE_FIRST,
         ),
@@ -68,7 +68,7 @@ LENS = FamilyPlan(
             inputs={
                 **HIDDEN_STATES,
                 "freqs_cis": side(IMAGE_FIRST, dim=2, dims=6),
-                # The block insists on one column per token that it has.
+                # The block requires one column per local token.
                 "attention_mask": side(IMAGE_FIRST, dim=3, dims=4),
             },
             attention=IMAGE_FIRST,
@@ -141,7 +141,7 @@ PID = FamilyPlan(  # decodes a latent with it
 
 
 def text_crop(state: CallState, value: Any, where: str) -> Any:
-    """Define the text tokens that take part in attention: the first ones of those that a block is called with."""
+    """Define the text tokens that take part in attention: the first ones of a block's text."""
     state.define("txt", min(int(value), state.lengths["all txt"]), Split(replicated=True))
     return value
 
@@ -161,7 +161,7 @@ MOCHI = FamilyPlan(
     outputs={"final_layer": gathered("img")},
 )
 
-# A reference latent stands before the image tokens and is cut off by its whole length: every rank keeps all of it.
+# A reference latent comes before the image tokens and is cut off by its whole length: every rank keeps all of it.
 WITH_REFERENCE, JOINT = ("ref", "img"), ("txt", "ref", "img")
 PE = side(JOINT, dim=2, dims=6)
 

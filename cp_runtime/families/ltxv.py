@@ -1,4 +1,4 @@
-"""LTX-Video: text and image to video, keyframes, guides with a strength of their own; and LTX-2: video with sound."""
+"""LTX-Video: text and image to video, keyframes, guides with separate strengths; and LTX-2: video with sound."""
 
 import copy
 from collections.abc import Mapping
@@ -16,8 +16,8 @@ from ..errors import PlanError
 from ..nested import tensors
 from .family import FamilyPlan, gathered, side, tokens
 
-# Attenuated guides make the model attend with a part of its queries at a time, all tokens before the guides first. So that every
-# rank has some of both parts, each is a stream of its own. Without attenuation there are no guides: all tokens are "noisy".
+# With attenuated guides the model attends with a part of its queries at a time, all tokens before the guides first. Each part is a
+# stream, so that every rank has some of both. Without attenuation there are no guides: all tokens are "noisy".
 VIDEO = ("noisy", "guides")
 
 
@@ -33,7 +33,6 @@ class GuidedVideo:
         return value if value.shape[1] != layout.total else layout.take_local(value, state.rank, 1)
 
     def define(self, state: CallState, noisy: int, guides: int) -> None:
-        """Define the lengths of both streams, unless they are known."""
         if "noisy" not in state.lengths:
             for stream, length in zip(VIDEO, (noisy, guides), strict=True):
                 state.define(stream, length, self._split(state, length))
@@ -48,7 +47,7 @@ class GuidedVideo:
 
 @dataclass(frozen=True, kw_only=True)
 class GuideMask:
-    """Localise ComfyUI's GuideAttentionMask of some video tokens, which knows where guides begin."""
+    """Localise ComfyUI's GuideAttentionMask of some video tokens, which knows the start of the guides."""
 
     video: GuidedVideo
 
@@ -93,7 +92,6 @@ AUDIO_TOKENS = tokens(AUDIO)
 
 
 def video_and_audio(state: CallState, value: Any, where: str) -> Any:
-    """Split the tokens of both, given as a pair."""
     return VIDEO_TOKENS(state, value[0], where), AUDIO_TOKENS(state, value[1], where)
 
 

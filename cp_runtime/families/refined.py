@@ -1,4 +1,4 @@
-"""Models that refine parts of their tokens, each on its own, before they join them.
+"""Models that refine parts of their tokens separately before they join them.
 
 Lumina 2, NewBie, Z-Image with omni references, and the pixel-space Z-Image; OmniGen2 and Boogu, with reference images; TripoSplat.
 """
@@ -13,7 +13,6 @@ from .family import FamilyPlan, gathered, side, tokens
 
 
 def is_patched(state: CallState) -> bool:
-    """Return whether patches of other nodes run between the layers."""
     options = state.arguments.get("transformer_options") or {}
     return bool(options.get("patches", {}).get("double_block"))
 
@@ -38,7 +37,7 @@ LUMINA = FamilyPlan(
         "final_layer": ModulePlan(inputs={"x": tokens("all"), "timestep_zero_index": TokenRanges(streams=("all",))}),
     },
     outputs={
-        # What a refiner returns is appended to the text, and to what patches see.
+        # The refiner's output is appended to the text, and to the tokens for patches.
         "noise_refiner.*": gathered("img"),
         # Between the layers patches of other nodes cut the image tokens off by their absolute position.
         "layers.*": gathered("all", when=is_patched),
@@ -66,7 +65,7 @@ def _refined(stream: str) -> ModulePlan:
     )
 
 
-# Text and images are refined on their own, then joined.
+# Text and images are refined separately, then joined.
 REFINERS = {"noise_refiner.*": _refined("noise"), "ref_image_refiner.*": _refined("references")}
 REFINED = {"noise_refiner.*": gathered("noise"), "ref_image_refiner.*": gathered("references")}
 

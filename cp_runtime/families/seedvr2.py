@@ -13,7 +13,7 @@ TOKENS = tokens("video", dim=0, dims=2)
 
 
 def local_counts(state: CallState, value: Any, where: str) -> Any:
-    """Return how many tokens of every item (video and text), one after the other in the stream, a rank has."""
+    """Return the number of tokens of every item (video and text), one after the other in the stream, on a rank."""
     if state.world_size == 1:
         return value
     start, stop = state.layout(("video",)).window(state.rank)
@@ -30,7 +30,7 @@ SEEDVR2 = FamilyPlan(
         "blocks.*.attn.proj_qkv": ModulePlan(outputs={0: WithNeighbours(stream="video", dim=0)}),
         "blocks.*.attn.proj_out": ModulePlan(inputs={"vid": TOKENS}),
     },
-    # In front of where patches are put together.
+    # Before the patches are put together.
     outputs={"vid_out.proj": gathered("video", dim=0, dims=2)},
     shares_batch=lambda arguments: False,  # ComfyUI takes queries and keys of every text from repetitions of the first
 )

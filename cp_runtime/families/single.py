@@ -1,6 +1,6 @@
-"""One kind of block, and one stream of tokens: whatever else is attended to is whole on every rank.
+"""One kind of block, and one stream of tokens: everything else that is attended to is whole on every rank.
 
-In some of these the stream is image and text together, in the others the text is attended to from outside of it.
+In some of these the stream is image and text together; in the others the text is outside of it, with cross-attention.
 """
 
 from ..engine.plan import ModulePlan
@@ -66,7 +66,7 @@ HUNYUAN_3D_21 = FamilyPlan(
     # Behind it the final layer drops the first token, which carries the timestep.
     outputs={"final_layer.norm_final": gathered("shape")},
     attention_names=("comfy.ldm.hunyuan3dv2_1.hunyuandit.optimized_attention",),
-    # It swaps the halves of the text and of what it returns: with CFG, where both halves have the same latent, each is its own.
+    # It swaps the halves of the text and of its output: with CFG both have the same latent, so each depends on itself alone.
     shares_batch=lambda arguments: len(set((arguments.get("transformer_options") or {}).get("cond_or_uncond", ()))) == 2,
 )
 TRANSFORMER = "diffusion_transformer.transformer"
@@ -75,7 +75,7 @@ MINIMAX_MUSIC = FamilyPlan(
     model_class="comfy.ldm.minimax_music.dit.MiniMaxMusic3DiT",
     since="0.33.0",
     modules={
-        TRANSFORMER: ModulePlan(separate=True),  # windows of a song one after the other, each with tokens of its own
+        TRANSFORMER: ModulePlan(separate=True),  # windows of a song one after the other, each with separate tokens
         f"{TRANSFORMER}.layers.*": ModulePlan(
             inputs={"x": tokens(AUDIO), "rotation_matrix": side(AUDIO, dim=2, dims=6)}, attention=AUDIO
         ),

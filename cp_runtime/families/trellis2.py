@@ -1,4 +1,4 @@
-"""TRELLIS 2 and Pixal3D: a dense grid for the structure, then the voxels that it has, for the shape and its texture."""
+"""TRELLIS 2 and Pixal3D: a dense grid for the structure, then its voxels, for the shape and its texture."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..engine.state import CallState
 from .family import FamilyPlan, gathered, side, tokens
 
 VOXELS, GRID = ("voxels",), ("grid",)
-WHOLE = "cp_whole"  # where a sparse tensor, and what is derived from it, keeps the one that it is a part of
+WHOLE = "cp_whole"  # where a sparse tensor, and those derived from it, refer to the whole one
 
 
 def held(state: CallState) -> list[tuple[int, int]]:
@@ -28,7 +28,7 @@ def held(state: CallState) -> list[tuple[int, int]]:
 
 
 def taken(state: CallState, value: Tensor) -> Tensor:
-    """Return this rank's rows of a tensor that has one for each voxel."""
+    """Return this rank's rows of a tensor with one row per voxel."""
     return torch.cat([value[start:stop] for start, stop in held(state)])
 
 
@@ -48,14 +48,14 @@ def voxels(state: CallState, value: Any, where: str) -> Any:
 
 
 def all_voxels(state: CallState, value: Any, where: str) -> Any:
-    """Gather what was computed of `voxels`."""
+    """Gather the results of `voxels`."""
     padded = pad_sequence([value.feats[item] for item in value.layout], batch_first=True)
     items, whole = state.gather(padded, "voxels", 1), value.get_spatial_cache(WHOLE)
     return whole.replace(torch.cat([own[: at.stop - at.start] for own, at in zip(items, whole.layout, strict=True)]))
 
 
 def projected(state: CallState, value: Any, where: str) -> Any:
-    """Split what Pixal3D projects onto each voxel, or onto each place of the grid; the text and whole images stay as they are."""
+    """Split Pixal3D's projections onto voxels, or onto cells of the grid; the text and whole images stay as they are."""
 
     def local(part: Tensor) -> Any:
         if state.knows(GRID):
@@ -77,8 +77,8 @@ def _of_voxels(model: str) -> dict[str, ModulePlan]:
 def shares_batch(arguments: Mapping[str, Any]) -> bool:
     """Return whether items are independent: of one object, whose description each of them takes.
 
-    A description of several objects comes whole, whatever items a rank computes. And which items are without what Pixal3D
-    projects, the model finds by their place among the kinds of conditions.
+    A description of several objects comes whole, whatever items a rank computes. And the model finds the items without Pixal3D's
+    projections by their position among the kinds of conditions.
     """
     each, projected = arguments.get("trellis2_coord_counts"), arguments.get("trellis2_proj_feats")
     described = projected if each is None else each

@@ -44,7 +44,7 @@ class Repeated:
             return layout.take_local(torch.arange(layout.total, device=device) // -(-layout.total // runs), state.rank, 0)
 
         due = due_on("cpu")
-        # It does not repeat values that it finds once per token, and takes them for that below two tokens per run.
+        # It repeats nothing if it finds one value per token, which it also assumes below two tokens per run.
         fits = len(due) == runs or len(due) // runs != 1
         if fits and torch.equal(due, torch.arange(len(due)) // -(-len(due) // runs)):
             return value
@@ -91,7 +91,7 @@ VACE = replace(
         "vace_blocks.*": ModulePlan(
             inputs={
                 "c": tokens(VIDEO),
-                # The hidden states in front of the first block, the same for all of these.
+                # The hidden states before the first block, the same for all of these.
                 "x": side(VIDEO, dim=1, dims=3),
                 "kwargs.freqs": FREQS,
                 "kwargs.e": Repeated(streams=VIDEO, ndim=4),
@@ -102,17 +102,16 @@ VACE = replace(
         "head": HEAD,
     },
 )
-# For autoregressive sampling. Without such a sampler's state it is an ordinary Wan; with it, it is refused.
+# For autoregressive sampling. Without the state of such a sampler it is an ordinary Wan; with it, it is refused.
 CAUSAL_WAN = replace(WAN, family="Causal Wan", model_class="comfy.ldm.wan.ar_model.CausalWanModel")
 
 # Models that attend to sound, faces or music frame by frame: S2V, HuMo, Animate, WanDancer. Split inside each frame.
 
-# S2V: the video, then reference and shrunken motion frames: whole runs of tokens that have one modulation, and what is left.
+# S2V: the video, then reference and shrunken motion frames: whole runs of tokens with one modulation, and the rest.
 S2V_TOKENS = ("video", "references", "tail")
 
 
 def latent_frames(state: CallState) -> int:
-    """Return the number of latent frames, appended ones included."""
     appended = state.arguments.get("time_dim_concat")
     return int(state.arguments["x"].shape[2]) + (0 if appended is None else int(appended.shape[2]))
 
@@ -149,7 +148,6 @@ class VideoThenReferences(ContextParallelInput):
 
 
 def local_length(state: CallState, value: Any, where: str) -> Any:
-    """Replace the length of the video by the number of its tokens on this rank."""
     return state.layout(("video",)).local_lengths[state.rank]
 
 
@@ -196,8 +194,8 @@ DANCER = replace(
     outputs={**WAN.outputs, "head_global": WAN.outputs["head"]},
 )
 
-# Wan-Animate 2: a video that follows another one, whose own branch feeds keys and values to every block of the first. Ranks compute
-# that branch in every step: the cache of WanAnimate2Cache stays in ComfyUI's process.
+# Wan-Animate 2: a video that follows another one, whose separate branch feeds keys and values to every block of the first. Ranks
+# compute that branch in every step: the cache of WanAnimate2Cache stays in ComfyUI's process.
 POSES = ("poses",)
 # Each frame of the video attends alone: to the whole video, and to the frame of the poses in front of it.
 FRAME, WITH_POSE = ("frame",), ("video", "pose")

@@ -1,1 +1,1 @@
-"""How long calls take: what was measured, what the cost model predicts, and on how many ranks the next call runs."""
+"""Times of calls: measured, and predicted by the cost model; and the choice of ranks for the next call."""

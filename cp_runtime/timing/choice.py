@@ -1,7 +1,7 @@
-"""On how many ranks a call runs: one, those of this computer, or all. Never slower than one device once that is measured.
+"""The number of ranks for a call: one, those of this computer, or all. Never slower than one device once that is measured.
 
-Where nothing was measured, the prediction decides. From then on the least of what was measured does, and what is predicted to be
-about as fast is tried. Whatever ran once only runs once more before it is judged, as a first run warms up.
+Without measurements the prediction decides. Afterwards the least measured time does, and counts with about the same predicted time
+are tried. A single measurement is repeated once before it is judged, as a first run warms up.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from ..engine.cost import CallWork
 from .prediction import Ranks, Run, link_of, on_one_rank, predict
 from .times import Times, digest, least, remember
 
-NEARLY = 1.25  # times the best: whatever is predicted below this is tried
-HOPELESS = 2.0  # times the best: what took longer does not run again to warm up
-KINDS = 64  # of calls that are remembered
+NEARLY = 1.25  # times the best: predictions below this are tried
+HOPELESS = 2.0  # times the best: a first run slower than this is not repeated
+KINDS = 64  # kinds of calls to remember
 
 Can = Callable[[int], bool]
 """Whether so many ranks have the memory for a call."""
@@ -24,19 +24,19 @@ Can = Callable[[int], bool]
 
 @dataclass
 class Seen:
-    """What calls of a kind have shown since the ranks started."""
+    """Measurements of a kind of calls since the ranks started."""
 
     work: CallWork
     runs: dict[int, Run] = field(default_factory=dict)  # the last ones, by number of ranks
-    predicted: dict[int, float] = field(default_factory=dict)  # seconds, since the last new thing
+    predicted: dict[int, float] = field(default_factory=dict)  # seconds, since the last new measurement
     compared: bool = False  # a call was repeated on one rank, which counts without a second time
 
 
 class Chooser:
-    """Chooses for the calls of one pool.
+    """The choice of ranks for the calls of one pool.
 
     Args:
-        machine: what times depend on: devices, driver, backend, shares.
+        machine: devices, driver, backend and shares, on which times depend.
         one_device: the same of one device.
         own: number of ranks on this computer; they are the first ones.
     """
@@ -45,7 +45,7 @@ class Chooser:
         self._times, self._machine, self._one_device, self._own = times, machine, one_device, own
         self._seen: dict[object, Seen] = {}
         self._names: dict[object, str] = {}
-        self._link = 1.0  # time of communication, as a multiple of the measured one
+        self._link = 1.0  # measured over predicted time of communication
 
     def who(self, ranks: Ranks, count: int) -> str:
         """Return the name of so many ranks in the table of times."""
@@ -56,22 +56,20 @@ class Chooser:
         return self._names[key]
 
     def seen(self, kind: str, ranks: Ranks) -> Seen | None:
-        """Return what calls of a kind have shown."""
         return self._seen.get((kind, ranks.settings, ranks.sharded))
 
     def candidates(self, ranks: Ranks) -> list[int]:
-        """Return the numbers of ranks to choose from. Where every rank keeps a part of the weights, all take part: to share the
-        work, or to compute the same."""
+        """Return the numbers of ranks to choose from. With sharded weights all take part, if only to compute the same."""
         return sorted({1, ranks.size} if ranks.sharded else {1, self._own, ranks.size})
 
     def choose(self, kind: str, ranks: Ranks, can: Can, guess: CallWork | None) -> int:
-        """Return the number of ranks for the next call. `guess`: its work, as far as anybody knows before the first one."""
+        """Return the number of ranks for the next call. `guess`: its estimated work, before the first one."""
         able = [count for count in self.candidates(ranks) if count == ranks.size or can(count)]
         seen, measured = self.seen(kind, ranks), self._measured(kind, ranks, able)
         if not measured:
             predicted = self._by_guess(ranks, able, guess) if guess is not None else {}
             shortest = min(predicted.values(), default=0.0)
-            # All tell most: a run on one device does not say what ranks would send.
+            # All ranks tell most: a run on one device does not show the communication between ranks.
             return next((n for n in sorted(predicted, reverse=True) if predicted[n] < NEARLY * shortest), ranks.size)
         best = min(measured, key=lambda count: measured[count][0])
         shortest, samples = measured[best]
@@ -86,9 +84,9 @@ class Chooser:
         return best if first is None or untried[first] >= NEARLY * shortest else first
 
     def note(self, kind: str, ranks: Ranks, count: int, work: CallWork, run: Run, tokens: int, guess: CallWork | None) -> None:
-        """Note a run. `tokens`: of the whole call."""
+        """Record a run. `tokens`: of the whole call."""
         seen = self.seen(kind, ranks)
-        if not work.attentions and work.sequence:  # one rank does not say what ranks would exchange
+        if not work.attentions and work.sequence:  # one rank does not show the exchange between ranks
             known = seen.work if seen is not None else guess
             shapes = known.attentions if known is not None else ()
             work = replace(work, attentions=tuple((replace(one, queries=tokens, keys=tokens), n) for one, n in shapes))
@@ -102,12 +100,12 @@ class Chooser:
             self._link = max(link, self._link) if first else link
 
     def compared(self, kind: str, ranks: Ranks) -> None:
-        """Note that a call of a kind that has run was repeated on one rank."""
+        """Record that a call of a measured kind was repeated on one rank."""
         if (seen := self.seen(kind, ranks)) is not None:
             seen.compared = True
 
     def described(self, kind: str, ranks: Ranks, count: int) -> dict[str, Any]:
-        """Return the report's entry on the choice of a call that has run: the ranks at work, and the best of the others."""
+        """Return the report's entry on the choice of a finished call: the ranks at work, and the best of the others."""
         told: dict[str, Any] = {"ranks": count, "of": ranks.size, "alternative": None}
         others = [other for other in self.candidates(ranks) if other != count]
         seen, measured = self.seen(kind, ranks), self._measured(kind, ranks, self.candidates(ranks))
@@ -120,8 +118,8 @@ class Chooser:
         return told
 
     def _measured(self, kind: str, ranks: Ranks, counts: list[int]) -> dict[int, tuple[float, int]]:
-        """Return (seconds, how often they were measured) of numbers of ranks. What ran once, and before the ranks started, may
-        have been slow by chance: it does not count."""
+        """Return (seconds, number of measurements) for numbers of ranks. A single time from before the ranks started does not
+        count: it may have been slow by chance."""
         seen, found = self.seen(kind, ranks), {}
         for count in counts:
             samples = self._times.of(kind, self.who(ranks, count))
@@ -131,7 +129,7 @@ class Chooser:
         return found
 
     def _predicted(self, seen: Seen | None, ranks: Ranks, counts: list[int]) -> dict[int, float]:
-        """Return the predicted seconds of numbers of ranks; none before a first run, or where nobody knows what they would send."""
+        """Return the predicted seconds of numbers of ranks; none before a first run, or while their communication is unknown."""
         if seen is None or not (seen.work.attentions or not seen.work.sequence):
             return {}
         work, ranks = seen.work, replace(ranks, link=self._link)
@@ -151,7 +149,7 @@ class Chooser:
 def in_words(choice: Mapping[str, Any] | None) -> str:
     """Put a choice into words: "1 of 4 devices; 4 would take 1.30 times as long (predicted)". Empty without a choice.
 
-    The measured time on one device is left to the speed of the run, and a faster number of ranks to the calls to come.
+    The measured time on one device is left to the speed of the run, and a faster number of ranks to the next calls.
     """
     if choice is None:
         return ""

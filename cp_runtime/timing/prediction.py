@@ -1,20 +1,20 @@
-"""What a call takes on some ranks, predicted from one run of it on others.
+"""The time of a call on some ranks, predicted from one run of it on others.
 
 A call is shared by the first ranks, in groups for items of the batch, each of which shares its sequence with the degrees that
-`engine.cost` chooses for every attention (`Way`). It is predicted from one run of it the way s0 (`Run`), from the rates that the
-ranks measured when they started, and from the cost of its attentions:
+`engine.cost` chooses for every attention (`Way`). The prediction uses one run of it the way s0 (`Run`), the rates measured at the
+start of the ranks, and the cost of its attentions:
 
     compute(s) = max(host, W load(s) + a attention(s))
     seconds(s) = compute(s) + k (communication(s) + gathers(s) + weights(compute(s)))
 
-| term | where it comes from |
+| term | source |
 |---|---|
 | `load(s)` | part of the tokens and items that the slowest rank has, over its speed: 1 for one rank of mean speed |
 | `attention`, `communication` | the cost model, of the slowest group; on the link inside of machines where each group is on one |
 | `gathers` | the output, once per call: `latency + bytes / bandwidth` |
-| `weights` | where every rank keeps a part of them, once per call: `max(0, bytes / bandwidth - overlap compute(s))` |
-| `host` | what the host took to launch the work of s0, which fewer tokens do not lessen |
-| `W` | what s0 computed besides, over load(s0); where the host was the limit, no more than its matrix products |
+| `weights` | sharded weights, once per call: `max(0, bytes / bandwidth - overlap compute(s))` |
+| `host` | launch time of the host for the work of s0, which fewer tokens do not lessen |
+| `W` | computation of s0 beside attention, over load(s0); where the host was the limit, no more than its matrix products |
 | `a` | 1, or less where s0 computed for a shorter time than its attentions should have taken |
 | `k` | time of communication in s0 over the predicted one: the link as this call uses it; if s0 is one rank, as other calls did |
 """
@@ -32,7 +32,7 @@ from ..engine.ranks.config import SequenceSettings
 from ..engine.ranks.mesh import form_groups, reduced
 from ..engine.ranks.sharding import Shares, batch_groups, split_sizes
 
-WARM_UP = 2.0  # seconds at most for the connections that a first run makes
+WARM_UP = 2.0  # seconds at most for the connections of a first run
 LINK = 0.2  # least factor by which a run corrects the link
 HOST_BOUND = 0.8  # part of the time of computing from which on the host is the limit
 PER_WIDTH = 16  # parameters of a block over the square of its width: 13 in Wan, 36 and 15 in Flux
@@ -41,7 +41,7 @@ PATCH = 4  # positions of a latent that become one token
 
 
 class Way(NamedTuple):
-    """How a call is shared: by so many of the ranks, the first ones, in groups that compute items of the batch."""
+    """Split of a call: by so many of the ranks, the first ones, in groups that compute items of the batch."""
 
     ranks: int
     groups: int = 1
@@ -54,7 +54,7 @@ class Run:
     seconds: float  # until the last rank was done
     compute: float  # of the rank that computed longest
     communication: float  # of the rank that waited least: without waiting for late ranks
-    host: float = 0.0  # that the slowest host took to launch it; 0 where the host itself computes
+    host: float = 0.0  # launch time of the slowest host; 0 where the host itself computes
 
     @property
     def warm(self) -> Run:
@@ -65,14 +65,14 @@ class Run:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks that may compute a call."""
+    """Candidate ranks for a call."""
 
     measured: Measured  # of all ranks
     shares: Shares  # of all ranks
     settings: SequenceSettings
-    batch_degree: int = 0  # groups that the user asked for; 0 = chosen
-    sharded: bool = False  # every rank keeps a part of the weights
-    # Time of communication as a multiple of the measured one, from other calls; for calls that have no such figure of their own
+    batch_degree: int = 0  # groups set by the user; 0 = chosen
+    sharded: bool = False  # every rank keeps a shard of the weights
+    # Measured over predicted time of communication, from other calls; for calls without such a figure
     link: float = 1.0
 
     @property
@@ -93,18 +93,18 @@ class Ranks:
         return reduced(tuple(sum(self.shares[rank] for rank in group) for group in self.groups(way))) if self.shares else ()
 
     def way(self, work: CallWork, ranks: int) -> Way:
-        """Return how so many ranks share a call."""
+        """Return the way that so many ranks share a call."""
         degree = self.batch_degree if work.items > 1 or not work.sequence else 1
         shares = lambda groups: self.group_shares(Way(ranks, groups))  # noqa: E731
         return Way(ranks, batch_groups(work.items, ranks, degree, work.sequence, shares))
 
     def largest_part(self, ranks: int) -> float:
-        """Return the largest part of a call that one of so many ranks has."""
+        """Return the largest part of a call among so many ranks."""
         return max(self.shares[:ranks]) / sum(self.shares[:ranks]) if self.shares else 1 / ranks
 
 
 def predict(work: CallWork, ranks: Ranks, way: Way, reference: Way, run: Run) -> float:
-    """Return the predicted seconds of a call that is shared one way, given a run of it another way."""
+    """Return the predicted seconds of a call split one way, given a run of it another way."""
     load, attention, communication = _parts(work, ranks, way)
     load_0, attention_0, communication_0 = _parts(work, ranks, reference)
     scale = min(1.0, run.compute / attention_0) if attention_0 else 1.0
@@ -118,7 +118,7 @@ def predict(work: CallWork, ranks: Ranks, way: Way, reference: Way, run: Run) ->
 
 
 def link_of(work: CallWork, ranks: Ranks, way: Way, run: Run) -> float | None:
-    """Return the time of a run's communication as a multiple of the predicted one; None where it sent nothing."""
+    """Return the time of a run's communication as a multiple of the predicted one; None without communication."""
     return _link(run, _parts(work, ranks, way)[2] + _weights(work, ranks, run.compute))
 
 
@@ -131,16 +131,16 @@ def on_one_rank(work: CallWork, ranks: Ranks) -> Run:
 
 
 def guess(parameters: float, blocks: int, itemsize: int, latent: Sequence[int], items: int) -> CallWork | None:
-    """Return about what a call computes that has never run; None where nothing is known of the model's blocks.
+    """Estimate the work of a call before its first run; None where the model's blocks are unknown.
 
-    Whether a link is worth its time depends on the width of the blocks more than on anything else, and hardly on the number of
-    tokens: what is sent and most of what is computed grow with it alike.
+    Whether a link is worth its time depends mostly on the width of the blocks, and hardly on the number of tokens: communication
+    and most of the computation grow with it alike.
 
     Args:
         parameters: of all blocks.
         itemsize: bytes of a number in the hidden states.
         latent: its shape.
-        items: of the batch that can be computed apart.
+        items: batch items that can be computed separately.
     """
     if not blocks or len(latent) < 3:
         return None
@@ -173,6 +173,6 @@ def _parts(work: CallWork, ranks: Ranks, way: Way) -> tuple[float, float, float]
 
 
 def _weights(work: CallWork, ranks: Ranks, compute: float) -> float:
-    """Return the seconds spent waiting for weights that every rank keeps a part of. `compute`: seconds of computing meanwhile."""
+    """Return the seconds spent waiting for sharded weights. `compute`: seconds of computing meanwhile."""
     rates = ranks.measured.of(range(ranks.size))
     return max(0.0, work.weights / rates.bandwidth - rates.overlap * compute)

@@ -1,4 +1,4 @@
-"""The one table of times: (kind of call, who computed it) -> seconds. Choice, report, panel and Measure all read it."""
+"""The only table of times: (kind of call, who computed it) -> seconds. Choice, report, panel and Measure all read it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 from ..cache import MAX_ENTRIES, CacheFile
 from ..nested import tensors
 
-SAMPLES = 9  # that are kept of a time: the newest
-LATEST = 3  # of these count for a choice: the least of them, so that one late call does not, and a slower machine does
-SHORTEST, LONGEST = 1e-6, 1e9  # seconds; others are not believed
+SAMPLES = 9  # newest samples kept of a time
+LATEST = 3  # of these count for a choice: the least of them, so a single late call does not count, and a slower machine does
+SHORTEST, LONGEST = 1e-6, 1e9  # seconds; others are discarded
 PICTURE = 4  # dimensions of a tensor with pictures or videos: batch, channels, rows and columns
 
 K = TypeVar("K")
@@ -27,8 +27,9 @@ def digest(*words: object) -> str:
 def kind_of(key: str, arguments: Mapping[str, Any]) -> str:
     """Return the name of the kind of a call: calls of one kind take the same time on the same ranks.
 
-    Kinds differ in the shapes of what becomes tokens: the latent, which is the first argument, pictures and videos, and whatever is
-    given as a list, one entry for each reference. Not in those of texts, whose length changes with every prompt and hardly counts.
+    Kinds differ in the shapes of tensors that become tokens: the latent, which is the first argument, pictures and videos, and
+    everything given as a list, one entry for each reference. Not in those of texts, whose length changes with every prompt and
+    hardly counts.
 
     Args:
         key: of the model.
@@ -44,8 +45,7 @@ def kind_of(key: str, arguments: Mapping[str, Any]) -> str:
 
 
 class Times:
-    """Seconds by name of what took them: a kind of call, and who computed it. Kept on disk by `save`. `path`: of the file, from the
-    user's cache folder."""
+    """Seconds by kind of call and who computed it. Written to disk by `save`. `path`: of the file, from the user's cache folder."""
 
     def __init__(self, path: str | Path = "times.json") -> None:
         self._file = CacheFile(path)
@@ -68,7 +68,6 @@ class Times:
 
 
 def least(samples: tuple[float, ...]) -> float:
-    """Return the seconds that count for a choice."""
     return min(samples[-LATEST:])
 
 

@@ -42,12 +42,8 @@ ROW_PLANS: dict[str, RowPlan] = {plan.model_class: plan for plan in TABLES}
 
 
 def row_plan_for(model: nn.Module) -> RowPlan:
-    """Return the checked plan of a VAE.
-
-    Raises:
-        UnsupportedError: none was written for its class, or it cannot run on a part of the rows.
-        PlanError: it is not the VAE that the plan was written for.
-    """
+    """Return the checked plan of a VAE. Raises UnsupportedError if its class has none, or it cannot run on a part of the rows;
+    PlanError if the plan is for another VAE."""
     plan = ROW_PLANS.get(f"{type(model).__module__}.{type(model).__qualname__}")
     if plan is None:
         raise UnsupportedError(

@@ -26,7 +26,7 @@ KERNEL_OF = {
     **{name: mode.kernel for name, mode in SAGE_MODES.items()},
 }
 CHOOSES = "()"  # at the end of a name: the function returns the attention to call
-# These add boolean masks to the scores as 0 and 1, others hide keys; a ring must do what the user's backend does.
+# These add boolean masks to the scores as 0 and 1, others hide keys; a ring must follow the user's backend.
 ADD_BOOLEAN_MASKS = ("attention_sub_quad", "attention_split")
 
 
@@ -38,11 +38,11 @@ def attention_override(call: RunningCall, chosen: Callable[..., Tensor] | None =
     becomes the operator that `compiled_attention` serves, independent of the call.
 
     Args:
-        chosen: the function to attend with, if a node chose one for this model; None = the one that the model asks for.
+        chosen: attention function that a node chose for this model; None = the one that the model asks for.
 
     Returns:
-        With `container_function`, which ComfyUI 0.32 calls where a model gives q, k and v away, each in a container: a function
-        that can free them early gets them so where nothing is exchanged.
+        The function, with `container_function`, which ComfyUI 0.32 calls where a model gives q, k and v away, each in a container:
+            without an exchange, the attention function gets the containers and can free them early.
     """
 
     def attend(
@@ -75,7 +75,7 @@ def attention_override(call: RunningCall, chosen: Callable[..., Tensor] | None =
             out_BLHD = _shared(call, func, q, k, v, mask, attn_precision, kwargs)
         return out_BLHD.transpose(1, 2) if skip_output_reshape else out_BLHD.flatten(2)
 
-    # Two functions over that one, of which none refers to itself: nothing of a call may outlive it.
+    # Two functions over that one, without references to themselves: nothing of a call may outlive it.
     def override(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         return attend(func, *args, **kwargs)
 
@@ -106,7 +106,7 @@ def attention_by_name(names: Sequence[str], override: Callable[..., Tensor]) -> 
 
 
 def _of_chosen(override: Callable[..., Tensor], choose: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Tensor]:
-    """Return what stands for the attention that `choose` returns."""
+    """Wrap the attention that `choose` returns in the override."""
     return partial(override, choose(*args, **kwargs))
 
 
@@ -118,7 +118,7 @@ def functions() -> Any:
 
 
 def compiled_attention(call: RunningCall) -> Server:
-    """Return what serves the attention of compiled blocks in a call."""
+    """Return the server for the attention of compiled blocks in a call."""
     known = functions()
 
     def attend(
@@ -158,7 +158,7 @@ def _shared(
     precision: torch.dtype | None,
     kwargs: dict[str, Any],
 ) -> Tensor:
-    """Attend over the tokens of all ranks, with the kernel that `func` stands for."""
+    """Attend over the tokens of all ranks, with the kernel equivalent to `func`."""
     if mask is not None and mask.ndim == 3:  # ComfyUI: [batch, rows, keys]
         mask = call.state.once("heads", mask, partial(mask.unsqueeze, 1))
     backend = getattr(func, "__name__", "")

@@ -1,8 +1,8 @@
-"""What a rank computes of a call: with which others, and which items of the batch.
+"""A rank's part of a call: its mesh, and its items of the batch.
 
 A call has everything to be computed at once (CFG halves, batch items, areas) stacked along dimension 0. The name of an argument
-tells whether it is stacked: ComfyUI's conditioning classes (`CONDRegular`, `CONDConstant`, ...) say so for each of them, and
-`tests/unit/test_batch.py` compares the tables below with ComfyUI.
+tells whether it is stacked, by ComfyUI's conditioning class (`CONDRegular`, `CONDConstant`, ...). `tests/unit/test_batch.py`
+compares the tables below with ComfyUI.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ COND_KINDS = "cond_or_uncond"  # in transformer_options: the kind of each of the
 
 @dataclass(frozen=True)
 class CallPart:
-    """What this rank does in a call.
+    """This rank's part of a call.
 
     Args:
         mesh: the ranks that take part; those of this rank's stage.
@@ -66,18 +66,12 @@ class CallPart:
 
     @cached_property
     def sequence(self) -> SequenceMesh:
-        """The ranks that share a sequence with this one."""
         return self.mesh.sequence(self.shares.groups)
 
 
 class Given(NamedTuple):
-    """What a rank is given for a call.
-
-    Args:
-        arguments: its part of them, which may lie in memory of the message.
-        in_place: those that the forward may read there.
-        needed: bytes that the call may take.
-    """
+    """A rank's part of a call's arguments, which may lie in memory of the message; the forward may read those `in_place` there.
+    `needed`: bytes that the call may take."""
 
     arguments: dict[str, Any]
     in_place: dict[str, Any]
@@ -85,11 +79,7 @@ class Given(NamedTuple):
 
 
 def part_of(plan: FamilyPlan, request: Call, arguments: dict[str, Any], mesh: BatchMesh, alone: bool) -> CallPart | None:
-    """Return what this rank does in a call; None = nothing.
-
-    Args:
-        alone: all ranks compute what one is to compute: each keeps a part of the weights, and they put blocks together.
-    """
+    """Return this rank's part of a call; None = it idles. `alone`: all ranks compute the work of one, with sharded weights."""
     everyone, stage = mesh.whole, None
     if request.pipeline is not None:
         stage = mesh.stage(request.pipeline.stages)
@@ -117,7 +107,7 @@ def share_out(
         arguments: arguments of the innermost forward, by name.
         leading: names of the first two, latent and timestep.
         ranks: number of ranks of the pool.
-        degree: number of groups that the user asked for; 0 = choose.
+        degree: number of groups, by the user; 0 = choose.
         sequence, group_shares: see `batch_groups`. A group without items computes a copy of the first item.
         says: this rank logs why a batch is not shared.
     """

@@ -1,8 +1,8 @@
 """Calls the function of a node pack by which ComfyUI loaded a model.
 
-What runs is the user's own file in ComfyUI's folder of node packs, the same one that ComfyUI's process has imported. Only that file
-is imported, and what it imports: not the `__init__.py` of its pack, which registers nodes and routes with a server that a rank does
-not have.
+It runs from the user's file in ComfyUI's folder of node packs, the same one that ComfyUI's process has imported. Only that file and
+its imports are imported, not the `__init__.py` of its pack, which registers nodes and routes with a server that a rank does not
+have.
 """
 
 from __future__ import annotations
@@ -24,11 +24,7 @@ from ..shared.recipe import NODE_LOADERS, REMEDY, Factory, file_stamp
 
 
 def call_factory(factory: Factory) -> Any:
-    """Return the ModelPatcher that the function makes.
-
-    Raises:
-        MirrorError: a file of the pack is another one than in ComfyUI's process, or the file cannot be imported without a server.
-    """
+    """Return the function's ModelPatcher. Raises MirrorError if a file of the pack differs from ComfyUI's or needs a server."""
     for path, stamp in factory.sources:
         if file_stamp(path) != stamp:
             raise MirrorError(f"{path} changed on disk after ComfyUI had imported it. Restart ComfyUI.")
@@ -71,12 +67,12 @@ def _no_tensor(leaf: Any) -> Any:
 
 
 def _imported(file: str, folder: str) -> ModuleType:
-    """Return the module of a file in a node pack, under the name that ComfyUI gives it; import it if necessary."""
+    """Return the module of a file in a node pack, under ComfyUI's name for it; import it if necessary."""
     pack, *packages = Path(file).with_suffix("").relative_to(folder).parts
     path = Path(folder) / pack
     name = str(path).replace(".", "_x_") if packages else pack
     for part in packages:
-        if name not in sys.modules:  # a package that nothing has imported
+        if name not in sys.modules:  # a package without an import so far
             sys.modules[name] = ModuleType(name)
             sys.modules[name].__path__ = [str(path)]
         name, path = f"{name}.{part}", path / part
@@ -89,7 +85,7 @@ def _imported(file: str, folder: str) -> ModuleType:
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # whatever a pack's file raises where there is no server
+    except Exception as error:  # any error of a pack's file without a server
         del sys.modules[name]
         raise MirrorError(
             f"{file} cannot be imported in a worker, which has no server and not the rest of its pack: "

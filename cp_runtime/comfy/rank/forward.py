@@ -1,4 +1,4 @@
-"""One run of a ComfyUI model's own forward on this rank, sharded or in stages."""
+"""One run of a ComfyUI model's forward on this rank, sharded or in stages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ..shared.forward import ATTENTION, CONDITIONINGS, OBJECTS, PATCHES
 from .attention import attention_by_name, attention_override, compiled_attention
 from .batch import COND_KINDS, share_out, take_items
 
-SHARED = ("control", "transformer_options")  # arguments that every run of a forward gets as they are
+SHARED = ("control", "transformer_options")  # arguments that every run of a forward gets unchanged
 
 
 def run_sharded(
@@ -43,8 +43,7 @@ def run_sharded(
 ) -> tuple[Any, CallState]:
     """Call `forward`, a method of the model, with whole arguments by name. Return (whole output, state after the call).
 
-    Args:
-        mesh, planner, on_module, weights, kind: see `InstalledPlan.call`.
+    For the other arguments see `InstalledPlan.call`.
     """
     plan = installed.plan
     with installed.call(mesh, planner, on_module, weights, kind) as call:
@@ -77,13 +76,8 @@ def why_not_recorded(
     mesh: SequenceMesh,
     device: torch.device,
 ) -> str:
-    """Return why a call is not recorded as a CUDA graph (`engine.graphs`), alike on all ranks; empty = it may be.
-
-    Args:
-        placement: of the weights.
-        in_place: arguments that lie in memory of the message.
-        mesh: the ranks that share the sequence.
-    """
+    """Return why a call is not recorded as a CUDA graph (`engine.graphs`), alike on all ranks; empty = it may be. `in_place`:
+    arguments in memory of the message."""
     options = arguments.get("transformer_options") or {}
     if device.type != "cuda":
         return f"ranks compute on {device.type}, and only CUDA devices have graphs"
@@ -126,7 +120,7 @@ class LocalResiduals(Sequence[Tensor | None]):
     Args:
         residuals: of every block, over the first tokens of the streams (reference tokens behind them get none). Blocks may share
             one, which is copied once.
-        state: of the running call; by the time a residual is asked for, the streams are known.
+        state: of the running call; the streams are known before the first residual is read.
         streams: streams that they are added to, in joint order; once these are gathered, the whole residual is.
         device: of this rank.
     """
@@ -204,7 +198,7 @@ def run_staged(
 
     def made(named: Mapping[str, Any]) -> Any:
         def run(mesh: SequenceMesh, kind: Callable[..., RunningCall]) -> Any:
-            # Forwards may change what they are given. Residuals are copied as they are asked for.
+            # Forwards may modify their arguments. Residuals are copied when they are read.
             fresh = {name: value if name in SHARED else map_tensors(value, Tensor.clone) for name, value in named.items()}
             nonlocal state, follows
             if several:
@@ -230,7 +224,6 @@ def _part(arguments: dict[str, Any], number: int) -> tuple[dict[str, Any], objec
 
 
 def together(outs: list[Any]) -> Any:
-    """Concatenate results along dimension 0: tensors, or lists and tuples of them."""
     if len(outs) == 1:
         return outs[0]
     parts = iter(zip(*map(tensors, outs), strict=True))

@@ -1,14 +1,14 @@
-"""The memory of a rank: weights that are the pages of their file, whole, shared out or in stages; and room for calls.
+"""The memory of a rank: weights that are the pages of their file, whole, sharded or in stages; and room for calls.
 
 ComfyUI moves a model off its device by copying all of it into memory of this process, N times on N ranks, although the file holds
-the same bytes. It does so to unload a model, to make room for another one, and whenever the LoRA changes. What it noted in
-`ModelPatcher.backup`, as it does for weights that a LoRA changes, it takes from there instead.
+the same bytes. It does so to unload a model, to make room for another one, and whenever the LoRA changes. It takes weights from
+`ModelPatcher.backup` instead where it has put them there, as it does for weights that a LoRA changes.
 
 For weights that stay on the host because the device has no room, it registers their memory with CUDA: the kernel then gives this
-process pages of its own, because safetensors maps files privately. Those weights cross to the device unregistered.
+process private pages, because safetensors maps files privately. Those weights cross to the device unregistered.
 
-Of weights that are shared out or in stages, ComfyUI's memory manager sees a model that is as large as what this rank keeps, and
-that is on the device or not: a part of a part cannot stay behind.
+Sharded or staged, a model has the size of this rank's part to ComfyUI's memory manager, and is either on the device or not: a part
+of a part cannot stay behind.
 """
 
 from __future__ import annotations
@@ -42,14 +42,13 @@ from ..shared.patches import changes_shape
 from ..shared.recipe import Recipe
 from ..shared.weights import PREFIX, SMALL, STAYS
 
-# What to do about code that reads a weight that is not on this rank.
+# Remedy for code that reads a weight absent from this rank.
 SHARDED_REMEDY = "Set weights to whole in CP Config, or remove the node that reads it."
 STAGED_REMEDY = "Set weights to whole in CP Config, and leave out CP PipeFusion, or remove the node that reads it."
 
 
 class LoadProgress:
-    """Counts bytes of weights that are patched and there, or on their way. `tell`: told how many thousandths of a model that is,
-    and None once it is loaded."""
+    """Bytes of patched weights on the device or in flight. `tell` gets thousandths of the model, and None once it is loaded."""
 
     def __init__(self, tell: Callable[[int | None], None]) -> None:
         self._tell = tell
@@ -57,7 +56,7 @@ class LoadProgress:
 
     @contextlib.contextmanager
     def loading(self, nbytes: int) -> Iterator[None]:
-        """Tell the progress of a load that happens inside the context. `nbytes`: of the model's weights."""
+        """Report the progress of a load inside the context. `nbytes`: of the model's weights."""
         self._done, self._of = 0, nbytes
         self._tell(0)
         try:
@@ -79,10 +78,10 @@ class FileWeightsPatcher(ModelPatcher):
     """A ModelPatcher that goes back to the file's pages.
 
     Attributes:
-        cp_recipe: by which the model was loaded.
-        cp_plain: class of the patcher that its loader made.
+        cp_recipe: the recipe that loaded the model.
+        cp_plain: class of its loader's patcher.
         cp_file_weights: those weights whose memory is the file, by name.
-        cp_progress: told what is on the device.
+        cp_progress: counts the bytes on the device.
     """
 
     cp_recipe: Recipe
@@ -92,7 +91,7 @@ class FileWeightsPatcher(ModelPatcher):
 
     @classmethod
     def adopt(cls, patcher: Any, recipe: Recipe, progress: LoadProgress) -> None:
-        """Make `patcher`, whose model was loaded by `recipe` a moment ago, one of these."""
+        """Turn `patcher`, whose model has just been loaded by `recipe`, into this class."""
         patcher.cp_plain, patcher.__class__ = type(patcher), cls
         patcher.cp_recipe, patcher.cp_progress = recipe, progress
         ranges = mapped(recipe.path)
@@ -129,7 +128,7 @@ class FileWeightsPatcher(ModelPatcher):
         return weight
 
     def _as_its_loader(self, key: str, device: Any) -> Tensor:
-        """Return a weight with its patches in the form that its layers expect, which the patcher of its loader knows."""
+        """Return a patched weight in the form that its layers expect, which its loader's patcher knows."""
         weight, own = get_attr(self.model, key), self.__class__
         set_attr_param(self.model, key, alias(weight))  # the weight itself gets no patches
         self.__class__ = self.cp_plain
@@ -143,7 +142,7 @@ class FileWeightsPatcher(ModelPatcher):
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
-        """Note when ComfyUI moves a module to the device. What has patches was noted when they went in."""
+        """Count the modules that ComfyUI moves to the device. Patched weights were counted when patched."""
         own: dict[nn.Module, list[Tensor]] = {}
         for name, module, parameter in parameters_of(self.model):
             if name not in self.patches:
@@ -164,16 +163,16 @@ class FileWeightsPatcher(ModelPatcher):
 
 
 def patches_itself(weight: Tensor) -> bool:
-    """Return whether a weight takes patches as an attribute, and its layer applies them whenever it makes numbers of its bytes."""
+    """Return whether a weight takes patches as an attribute, and its layer applies them whenever it dequantises it."""
     return is_plain_storage_subclass(weight) and hasattr(weight, "patches") and not stored(weight)[0].is_floating_point()
 
 
 def _as_dynamic(patcher: Any, key: str, device: torch.device | None) -> Tensor | None:
-    """Return a weight on a device with its patches as DynamicVRAM puts them in, which has loaded the model in ComfyUI's process;
-    None where it patches a module as the other patchers do.
+    """Return a weight on a device, patched as DynamicVRAM does, which has loaded the model in ComfyUI's process; None where it
+    patches a module like the other patchers.
 
-    Where it rounds a patched weight to 8 bits, it does so by the name of the module; ComfyUI's other patchers, by that of the
-    weight. It keeps what it has rounded for later calls with a weight (`comfy.ops.resolve_cast_module_with_vbar`).
+    Where it rounds a patched weight to 8 bits, it seeds that by the name of the module; ComfyUI's other patchers, by that of the
+    weight. It keeps the rounded result for later calls with a weight (`comfy.ops.resolve_cast_module_with_vbar`).
     """
     path = key.rpartition(".")[0]
     module = get_attr(patcher.model, path)
@@ -197,21 +196,16 @@ def _as_dynamic(patcher: Any, key: str, device: torch.device | None) -> Tensor |
 
 
 def forget(patcher: ModelPatcher) -> None:
-    """Take a model from ComfyUI's memory manager as it is: its memory is free once nothing refers to it.
+    """Remove a model from ComfyUI's memory manager as it is: its memory is freed with the last reference.
 
-    ComfyUI's own way to unload a model copies what is on the device to the host first.
+    ComfyUI's own unload copies device memory to the host first.
     """
     loaded = model_management.current_loaded_models
     loaded[:] = [each for each in loaded if each.model is not patcher]
 
 
 class PartialWeightsPatcher(FileWeightsPatcher):
-    """A ModelPatcher of which this rank has the weights outside of blocks, and some of the blocks' own.
-
-    Attributes:
-        cp_size: bytes of device memory that it takes.
-        cp_there: they are on the device.
-    """
+    """A ModelPatcher with the weights outside of blocks, and some blocks: `cp_size` bytes, on the device if `cp_there`."""
 
     cp_size: int
     cp_there = False
@@ -232,7 +226,7 @@ class PartialWeightsPatcher(FileWeightsPatcher):
         raise NotImplementedError
 
     def _load_without(self, blocks: Collection[Block], device_to: torch.device) -> dict[Block, list[Tensor]]:
-        """Have ComfyUI load the weights outside of some blocks. Return those of the blocks, whose slots are empty now."""
+        """Have ComfyUI load the weights outside of some blocks. Empty the slots of these blocks, and return their weights."""
         left_out = {block: block.weights for block in blocks}
         inner = {module for block in left_out for module in block.module.modules()}
         for name, module, parameter in parameters_of(self.model):
@@ -254,14 +248,14 @@ class PartialWeightsPatcher(FileWeightsPatcher):
 
 
 class ShardedWeightsPatcher(PartialWeightsPatcher):
-    """A ModelPatcher that keeps this rank's part of every block (`engine.weights`).
+    """A ModelPatcher with this rank's shard of every block (`engine.weights`).
 
-    Weight patches go into a block before it is sharded, so that a rank never holds more of a model than its own part and one
-    block, and quantised weights stay quantised.
+    Weight patches go into a block before it is sharded, so a rank never holds more of a model than its shards and one block, and
+    quantised weights stay quantised.
 
     Attributes:
         cp_ranks, cp_on_host: see `ShardedWeights`.
-        cp_shards: the parts, while they are on the device.
+        cp_shards: the shards, while they are on the device.
     """
 
     cp_ranks: RankGroup
@@ -270,7 +264,7 @@ class ShardedWeightsPatcher(PartialWeightsPatcher):
 
     @classmethod
     def shard(cls, patcher: Any, recipe: Recipe, ranks: RankGroup, size: int, progress: LoadProgress, *, on_host: bool) -> None:
-        """Make `patcher`, whose model was loaded by `recipe` a moment ago, one of these. `size`: see `cp_size`."""
+        """Turn `patcher`, whose model has just been loaded by `recipe`, into this class. `size`: see `cp_size`."""
         cls.adopt(patcher, recipe, progress)
         patcher.cp_ranks, patcher.cp_on_host, patcher.cp_shards, patcher.cp_size = ranks, on_host, None, size
 
@@ -285,7 +279,7 @@ class ShardedWeightsPatcher(PartialWeightsPatcher):
             block.put([plain(weight) for weight in parameters])
             shards.keep(block.name, self._patched(block, device_to))
             give_back(parameters, pages)
-            trim_heap()  # freed pieces that patching left between the weights that are kept
+            trim_heap()  # free the gaps that patching left between the remaining weights
             self.cp_progress.add(parameters)
 
     def _remove(self) -> None:
@@ -294,7 +288,7 @@ class ShardedWeightsPatcher(PartialWeightsPatcher):
         self.cp_shards = None
 
     def _patched(self, block: Block, device_to: torch.device) -> dict[str, Tensor]:
-        """Return the weights of a block that have patches, patched."""
+        """Return the patched weights of a block."""
         names = [path for path in block.slots if PREFIX + path in self.patches]
         return {path: self.patch_weight_to_device(PREFIX + path, device_to, return_weight=True) for path in names}
 
@@ -312,7 +306,7 @@ class StagedWeightsPatcher(PartialWeightsPatcher):
 
     @classmethod
     def stage(cls, patcher: Any, recipe: Recipe, plan: ShardingPlan, stage: Stage, shares: Shares, progress: LoadProgress) -> None:
-        """Make `patcher`, whose model was loaded by `recipe` a moment ago, one of these. `shares`: of every stage."""
+        """Turn `patcher`, whose model has just been loaded by `recipe`, into this class. `shares`: of every stage."""
         whole = patcher.model_size()  # by its own class
         cls.adopt(patcher, recipe, progress)
         blocks = staged_blocks(patcher.model.diffusion_model, plan)
@@ -348,9 +342,8 @@ def room(device: torch.device) -> int | None:
     """Return the bytes that a call could take if all weights made way for it; None for a CPU, whose memory ComfyUI's process sees
     as well.
 
-    Weights that every rank keeps a part of do not make way: without them nothing runs.
-    ComfyUI would rather move weights to the host than compute CFG halves one after the other: `ModelPatcher.get_free_memory`
-    counts what DynamicVRAM holds as free.
+    Sharded weights do not make way: the model cannot run without them. ComfyUI would rather move weights to the host than compute
+    CFG halves one after the other: `ModelPatcher.get_free_memory` counts DynamicVRAM's memory as free.
     """
     if device.type == "cpu":
         return None
@@ -359,8 +352,7 @@ def room(device: torch.device) -> int | None:
 
 
 def available(device: torch.device) -> int | None:
-    """Return the bytes that a model and its calls could take if all others were unloaded, less what ComfyUI keeps free; None for a
-    CPU."""
+    """Return the bytes for a model and its calls if all others were unloaded, less ComfyUI's reserve; None for a CPU."""
     if device.type == "cpu":
         return None
     held = sum(each.model_loaded_memory() for each in _on(device))

@@ -48,28 +48,19 @@ from .quantised import own_formats, shared_scales
 
 log = logging.getLogger("context_parallel.worker")
 
-SPARE = 4  # weights get memory back once calls need less than 1/SPARE of what they have. Calls of one run differ by less
+SPARE = 4  # weights get memory back once calls need less than 1/SPARE of theirs. Calls of one run differ by less
 ALONE = {"ulysses": 1, "ring": 1, "batch": 1}
 
 
 class Mirrors:
-    """All models on this rank, by the key of their recipe.
-
-    Args:
-        progress: of bringing weights to the device.
-    """
+    """All models on this rank, by the key of their recipe."""
 
     def __init__(self, device: torch.device, progress: LoadProgress) -> None:
         self.device, self.progress = device, progress
         self.entries: dict[str, Mirror] = {}
 
     def load(self, request: Load, block: Tensor, mesh: BatchMesh) -> Loaded:
-        """Load the model of a request if it is new, and take its weight patches. The next call moves both to the device.
-
-        Args:
-            block: with tensors of the patches, which stay in it.
-            mesh: the ranks, where they share the weights out.
-        """
+        """Load a request's model if it is new, and take its patches; their tensors stay in `block`. The next call moves both."""
         began = time.perf_counter()
         key, placement = request.key, request.placement
         if key in self.entries and self.entries[key].placement != placement:
@@ -78,7 +69,7 @@ class Mirrors:
         if mirror is None:
             recipe = Recipe.from_json(request.recipe)
             ranks = None if placement == WHOLE else mesh.sequence().weights
-            # Where calls compute on the host they would convert again and again.
+            # Calls that compute on the host would convert again and again.
             patcher, missing, files = self._load_file(recipe, cast_later=ranks is not None or self.device.type != "cpu")
             recipe = replace(recipe, path=files.path)  # another file may get its name
             if placement == STAGED:
@@ -120,15 +111,16 @@ class Mirrors:
         on_module: Callable[[], None],
         on_run: Callable[[int], bool] = lambda stages: True,
     ) -> tuple[Any, CallOutcome]:
-        """Run the model's own forward with `arguments` (by name) on as many ranks as the request says.
+        """Run the model's forward with `arguments` (by name) on as many ranks as the request says.
 
         Args:
             planner_for: mesh of the ranks that share a sequence, ranks of all groups -> planner of the call.
-            on_module, on_run: called at every planned module; and, where several runs of the forward follow each other, at each of
-                them, with the number of stages, to return whether the next one is sure to take place.
+            on_module: called at every planned module.
+            on_run: called at every run of the forward, where several follow each other, with the number of stages; returns whether
+                the next one is sure to take place.
 
         Returns:
-            the output, and what the call did. On a rank that idles, no output.
+            the output, and the outcome of the call. No output on an idle rank.
         """
         began = time.perf_counter()
         mirror = self.mirror_of(request.key)
@@ -145,7 +137,7 @@ class Mirrors:
             return self._run(mirror, request, part, given, planner, (on_module, on_run), prelude)
 
     def _prepare(self, mirror: Mirror, request: Call, part: CallPart, arguments: dict[str, Any]) -> Given:
-        """Put the weights on the device, and leave room for the call; return this rank's part of the arguments."""
+        """Move the weights to the device, and leave room for the call; return this rank's part of the arguments."""
         taken = take_items(part.shares, arguments, part.mesh.index(part.shares.groups))
         in_place = {name: taken.pop(name) for name in request.in_place if name in taken}  # `LocalResiduals` copies even less
         latent = next(tensor.shape for name in request.leading for tensor in tensors(taken[name]))
@@ -165,7 +157,7 @@ class Mirrors:
         notes: tuple[Callable[[], None], Callable[[int], bool]],
         prelude: float,
     ) -> tuple[Any, CallOutcome]:
-        """Run the forward, in stages or not, or replay it; return what `call` does. `notes`: its `on_module` and `on_run`."""
+        """Run the forward, in stages or not, or replay it; return as `call` does. `notes`: its `on_module` and `on_run`."""
         forward, settings, began = getattr(mirror.model, request.method), request.pipeline, time.perf_counter()
 
         def own(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -223,15 +215,13 @@ class Mirrors:
         )
 
     def free_buffers(self, keep: Mirror | None = None) -> None:
-        """Free the buffers of every model except `keep`."""
         for mirror in self.entries.values():
             if mirror is not keep:
                 mirror.free_buffers()
 
     def _work(self, mirror: Mirror, part: CallPart, planner: DegreePlanner, state: CallState) -> CallWork:
-        """Return the work of a call, independent of who computes it."""
         start, stop = part.shares.held(0)
-        own = max(1, (stop - start) // part.shares.unit) if part.items > 1 else 1  # items that were computed here
+        own = max(1, (stop - start) // part.shares.unit) if part.items > 1 else 1  # items computed here
         weights = mirror.nbytes / mirror.patcher.model.get_dtype().itemsize
         return CallWork(
             items=part.items,
@@ -241,15 +231,10 @@ class Mirrors:
         )
 
     def available(self) -> int | None:
-        """Return the bytes of this rank's device that a model and its calls could take; None for a CPU."""
         return available(self.device)
 
     def to_device(self, mirror: Mirror, needed: float, *, networks: bool = True) -> None:
-        """Put weights, patches and networks on the device where they are not, and leave `needed` bytes free for a call.
-
-        Args:
-            networks: of patches of other nodes, too.
-        """
+        """Move weights, patched, and (with `networks`) other nodes' networks to the device. Leave `needed` bytes free."""
         patcher = mirror.patcher
         wanted = [patcher, *(ATTACHED.values() if networks else ())]
         loaded = {id(loaded.model) for loaded in model_management.current_loaded_models}
@@ -261,13 +246,13 @@ class Mirrors:
             mirror.reserved = needed
 
     def attach_network(self, request: AttachNetwork, block: Tensor) -> None:
-        """Take a network that patches of other nodes refer to. The next call moves it to the device."""
+        """Take a network for other nodes' patches. The next call moves it to the device."""
         tree = unflatten(request.network, lambda leaf: read_tensor(block, leaf).clone())
         attach_network(request.key, tree, self.device)
 
     def drop(self, keys: Iterable[str]) -> None:
         """Drop models and networks of patches. Host and device memory is freed; files stay in the page cache."""
-        for key in keys:  # without names for them: what a name holds cannot be collected
+        for key in keys:  # without names for them: a named object cannot be collected
             if key in self.entries:
                 self.entries.pop(key).drop()
             if key in ATTACHED:
@@ -277,11 +262,7 @@ class Mirrors:
         trim_heap()
 
     def make_room(self, key: str | None) -> None:
-        """Give back what is kept of freed memory of the device.
-
-        Args:
-            key: of a model that leaves the device until its next call, and all networks of patches with it; None = of none.
-        """
+        """Free cached device memory. With `key` that model and all networks leave the device until their next call."""
         self.free_buffers()
         leaving = [] if key is None else [self.mirror_of(key).patcher, *ATTACHED.values()]
         for loaded in list(model_management.current_loaded_models):
@@ -309,12 +290,7 @@ class Mirrors:
 
 
 def room_changes(reserved: float, needed: float, offloaded: bool) -> bool:
-    """Return whether the weights have to be divided anew between device and host.
-
-    Args:
-        reserved, needed: bytes for calls, then and now.
-        offloaded: some weights are on the host, from where every call fetches them.
-    """
+    """Return whether to redistribute the weights between device and host. `reserved`, `needed`: bytes for calls, then and now."""
     return needed > reserved or (offloaded and needed * SPARE < reserved)
 
 
@@ -323,4 +299,4 @@ def _raise(error: CompileError) -> None:
 
 
 def _go_on(error: CompileError) -> None:
-    """Go on without compiling: the report of the call says which blocks are not compiled."""
+    """Continue without compilation: the report of the call lists the uncompiled blocks."""

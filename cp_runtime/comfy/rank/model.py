@@ -1,4 +1,4 @@
-"""One model on a worker rank, and what its calls leave there."""
+"""One model on a worker rank, and the state that its calls leave there."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class Mirror:
         names: of all its weights.
         placement: of its weights, one of `pool.settings.PLACEMENTS`.
         nbytes: of its weights.
-        formats: quantised formats that this device multiplies them in by itself.
-        files: that its weights are pages of.
-        reserved: bytes of device memory that were left free for calls when its weights were last put there.
+        formats: quantised formats with native multiplication on this device.
+        files: mapped by its weights.
+        reserved: bytes of device memory left free for calls at the last move of its weights there.
         compiled: its blocks, where calls ask for that.
         graphs: its recorded forwards, where calls ask for that.
     """
@@ -55,7 +55,7 @@ class Mirror:
     reserved: float = 0.0
     compiled: CompiledBlocks | None = None
     graphs: Graphs[tuple[CallState, DegreePlanner]] | None = None
-    _pipeline: tuple[Any, Pipeline] | None = None  # and the weights that it is for
+    _pipeline: tuple[Any, Pipeline] | None = None  # and its weights
 
     @cached_property
     def model(self) -> nn.Module:
@@ -69,12 +69,12 @@ class Mirror:
 
     @property
     def weights(self) -> ShardedWeights | None:
-        """Weights that this rank keeps a part of, once they are on the device."""
+        """Sharded weights, once they are on the device."""
         weights: ShardedWeights | None = getattr(self.patcher, "cp_shards", None)
         return weights
 
     def pipeline(self, stage: Stage, everyone: RankGroup, device: torch.device) -> Pipeline:
-        """Its calls in stages, since its weights were last put on the device."""
+        """Return its pipeline, new whenever its weights are put on the device again."""
         weights: StagedWeights = self.patcher.cp_stage
         if self._pipeline is None or self._pipeline[0] is not weights:
             stages = Stages(weights.blocks, weights.owners, stage.pipeline_group, weights.lent)
@@ -82,7 +82,7 @@ class Mirror:
         return self._pipeline[1]
 
     def free_buffers(self) -> None:
-        """Give back memory that its next call can do without."""
+        """Free memory that its next call can do without."""
         if self.weights is not None:
             self.weights.free_buffers()
         if self._pipeline is not None:
@@ -90,12 +90,12 @@ class Mirror:
         self.forget_graphs()
 
     def forget_graphs(self, needed: float = math.inf) -> None:
-        """Give back the memory of recorded forwards, unless so many bytes are free beside it. They are recorded anew."""
+        """Free the memory of recorded forwards, unless `needed` bytes are free beside it. They are recorded anew."""
         if self.graphs is not None:
             self.graphs.drop(needed)
 
     def compile(self, settings: CompileSettings | None, failed: Failed) -> None:
-        """Have the blocks compiled from now on, or not. See `CompiledBlocks`."""
+        """Compile the blocks from now on, or stop. See `CompiledBlocks`."""
         if self.compiled is not None and self.compiled.settings != settings:
             self.compiled.remove()
             self.compiled = None
@@ -106,12 +106,12 @@ class Mirror:
 
     @property
     def compilation(self) -> Compiled:
-        """Which blocks are compiled, and what this process has compiled so far."""
+        """The compiled blocks, and this process's compilations so far."""
         blocks = self.compiled
         return Compiled() if blocks is None else Compiled(kinds=blocks.kinds, left=blocks.left, counts=compiler_counts())
 
     def drop(self) -> None:
-        """Take the plan off, and with it what its transforms keep, and what was compiled."""
+        """Remove the plan, with its transforms' cached values, and compiled code."""
         if self.compiled is not None:
             self.compiled.remove()
         self.forget_graphs()

@@ -1,4 +1,4 @@
-"""The forwards that object patches of node packs stand for, on a rank: this rank's tokens, and all heads, pass through them."""
+"""The forwards behind object patches of node packs, on a rank: this rank's tokens, and all heads, pass through them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ Forward = Callable[..., Tensor]
 
 @contextmanager
 def objects_in_place(encoded: Mapping[str, Any], model: nn.Module, call: RunningCall) -> Iterator[None]:
-    """Have modules of a model compute what object patches make of them, while active.
+    """Replace the forwards of a model's modules according to object patches, while active.
 
-    Blocks with such modules are not compiled: what stands there is another function in every call.
+    Blocks with such modules are not compiled: the replacement is a new function in every call.
     """
     with ExitStack() as undo:
         for path, index in encoded["places"].items():
@@ -65,7 +65,7 @@ def _guided(
     Args:
         x: `[B, L of this rank, C]`.
         context: `[B, text, C]`, in image-to-video with `context_img_len` tokens of an image in front.
-        nag_context: `[1, text, C]`, what to guide away from.
+        nag_context: `[1, text, C]`, the negative guidance.
     """
     attend = functools.partial(_attend, module, transformer_options=transformer_options)
     image: Any = 0
@@ -96,8 +96,7 @@ def _attend(module: Any, q: Tensor, context: Tensor, transformer_options: Any) -
 
 
 def _normalised(toward: Tensor, away: Tensor, nag_scale: float, nag_alpha: float, nag_tau: float, inplace: bool) -> Tensor:
-    """Extrapolate from `away` to `toward`, at most to `nag_tau` times the norm, and mix with `toward`. `inplace`: round as the node
-    does with that setting."""
+    """Extrapolate from `away` to `toward`, up to `nag_tau` times the norm, and mix with `toward`. `inplace`: node's rounding."""
     rest = nag_scale - 1
     out = away.mul_(rest).neg_().add_(toward, alpha=nag_scale) if inplace else toward * nag_scale - away * rest
     norm, reached = (t.norm(p=1, dim=-1, keepdim=True) for t in (toward, out))
@@ -132,9 +131,9 @@ def _enhanced(
 
 
 def _between_frames(call: RunningCall, q_BLHD: Tensor, k_BLHD: Tensor, frames: int) -> Tensor:
-    """Return the mean share of attention between two different frames, at the same place in both, over all places, heads and items.
+    """Return the mean attention between two different frames, at the same position in both, over all positions, heads and items.
 
-    A place's tokens are on several ranks: as in Ulysses, each rank gets all tokens of its share of the heads, from one exchange.
+    A position's tokens are on several ranks: as in Ulysses, each rank gets all tokens of its share of the heads, from one exchange.
     The sums over these heads are gathered and added up in the order of the ranks, so that all ranks get the same number.
     """
     heads, (q_BHCD, k_BHCD) = q_BLHD.shape[2], call.to_heads([q_BLHD, k_BLHD])
@@ -143,7 +142,7 @@ def _between_frames(call: RunningCall, q_BLHD: Tensor, k_BLHD: Tensor, frames: i
         raise ValueError(
             f"Enhance-A-Video: {C} tokens are not {frames} frames of as many tokens each. Connect the latent that is sampled."
         )
-    q, k = (t.unflatten(2, (frames, -1)).transpose(2, 3) for t in (q_BHCD, k_BHCD))  # [B, heads, places, frames, D]
+    q, k = (t.unflatten(2, (frames, -1)).transpose(2, 3) for t in (q_BHCD, k_BHCD))  # [B, heads, positions, frames, D]
     scores = ((q * D**-0.5) @ k.mT).float().softmax(-1)
     same = scores.diagonal(dim1=-2, dim2=-1)
     total = (scores.sum() - same.sum()) if own else scores.new_zeros(())
@@ -161,14 +160,8 @@ def _in_chunks(module: Any, call: RunningCall, x: Tensor, *, num_chunks: int, di
 
 
 def _extended(module: Any, call: RunningCall, ids: Tensor, *, num_frames: int, k: int, **_: Any) -> Tensor:
-    """Rotations in which the k-th frequency of time turns by less than a whole period in the video: RIFLEx, arXiv 2502.15894.
-
-    Args:
-        ids: `[B, L, axes]`, positions of all tokens.
-
-    Returns:
-        `[B, 1, L, frequencies, 2, 2]`.
-    """
+    """Rotations `[B, 1, L, frequencies, 2, 2]` at positions `ids` `[B, L, axes]`, in which the k-th frequency of time turns by less
+    than a whole period in the video: RIFLEx, arXiv 2502.15894."""
     out: Tensor = type(module).forward(module, ids)
     place = ids.device if supports_fp64(ids.device) else torch.device("cpu")
     angle = ids[..., 0].float().to(place) * torch.tensor(0.9 * 2 * torch.pi / num_frames, dtype=torch.float64, device=place)

@@ -20,7 +20,6 @@ ATTACHED: dict[str, comfy.model_patcher.ModelPatcher] = {}
 
 
 def attach_network(key: str, encoded: dict[str, Any], device: torch.device) -> None:
-    """Keep a network for the patches that will refer to it."""
     module = decode_module(encoded)
     ATTACHED[key] = comfy.model_patcher.ModelPatcher(module, load_device=device, offload_device=torch.device("cpu"))
 

@@ -1,9 +1,9 @@
 """Agreements between ranks, so that they multiply quantised weights as one process does.
 
-ComfyUI quantises the input of a linear layer too, where the hardware multiplies in that format. Most formats scale every token or
-every block of channels on its own, so that a rank's tokens come out the same whoever else has some. NVFP4 has one scale for the
-whole input, the largest absolute value over (448 * 6); without one in the file it is taken from the input, and so from all ranks.
-Ranks meet for that in every layer, so all of them must run it: `ui.obstacles` refuses experts.
+ComfyUI quantises the input of a linear layer too, where the hardware multiplies in that format. Most formats have a scale per token
+or per block of channels, so a rank's tokens do not depend on those of other ranks. NVFP4 has one scale for the whole input, the
+largest absolute value over (448 * 6); unless it is in the file, it is taken from the input, and so from all ranks. Ranks meet for
+that in every layer, so all of them must run it: `ui.obstacles` refuses experts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LARGEST = 448.0 * 6.0  # largest block scale (float8_e4m3) times largest value (
 
 
 def own_formats(model: Any, device: torch.device) -> list[str]:
-    """Return the quantised formats of a `BaseModel` or VAE that this device multiplies in by itself; for others ComfyUI casts."""
+    """Return the quantised formats of a `BaseModel` or VAE that this device multiplies natively; for others ComfyUI casts."""
     quantised = any(isinstance(weight, comfy.quant_ops.QuantizedTensor) for weight in model.parameters())
     optimizations = model.model_config.optimizations if hasattr(model, "model_config") else {}
     fast = optimizations.get("fp8", False) or PerformanceFeature.Fp8MatrixMultiplication in args.fast
@@ -41,7 +41,7 @@ def own_formats(model: Any, device: torch.device) -> list[str]:
 
 @contextmanager
 def shared_scales(ranks: RankGroup) -> Iterator[None]:
-    """Take scales of an input from the inputs of all ranks, inside the context. Every rank runs the same layers."""
+    """Compute scales of an input over the inputs of all ranks, inside the context. Every rank runs the same layers."""
     layout = comfy.quant_ops.TensorCoreNVFP4Layout
     own = vars(layout)["quantize"]
     quantize = layout.quantize
@@ -51,7 +51,7 @@ def shared_scales(ranks: RankGroup) -> Iterator[None]:
             scale = ranks.largest(tensor.abs().amax().float()) / LARGEST
         return quantize(tensor, scale, **kwargs)
 
-    # A compiled block that calls it stays as it is: ranks meet in here, and the function is another one in every call.
+    # Compilation skips a block that calls it: ranks meet in here, and the function is a new one in every call.
     layout.quantize = classmethod(torch.compiler.disable(quantize_shared))
     try:
         yield

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def make_service(worker: Worker) -> Mapping[type[Request[Any]], Handler]:
-    """Make the service of a rank and return its handlers by kind of request."""
+    """Return the handlers of a rank's service, by kind of request."""
     comfy.options.enable_args_parsing()  # of the UI process's arguments
     from comfy import cli_args
 
@@ -35,7 +35,7 @@ def make_service(worker: Worker) -> Mapping[type[Request[Any]], Handler]:
 
 
 class ModelService:
-    """Loads models and runs their forward. `worker`: the rank. `mirrors`: its models."""
+    """A service that loads models and runs their forward. `worker`: the rank. `mirrors`: its models."""
 
     def __init__(self, worker: Worker, mirrors: Mirrors) -> None:
         self._worker, self._mirrors = worker, mirrors

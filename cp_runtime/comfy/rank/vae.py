@@ -27,12 +27,12 @@ from .model import Mirror
 def call_vae(
     mirrors: Mirrors, request: Call, arguments: dict[str, Any], mesh: BatchMesh, on_step: Callable[[], None]
 ) -> tuple[Any, CallOutcome]:
-    """Decode or encode on all ranks. Return the result, which only rank 0 is sure to have, and what the call did.
+    """Decode or encode on all ranks. Return the result, which only rank 0 is sure to have, and the outcome.
 
     Args:
         arguments: INPUT, its dimensions in memory order; `order`, the original index of each dimension; `mode`; `dtype` that the
-            VAE computes in, and `out_dtype` of the result; `memory`, bytes that ComfyUI expects one rank to take. `exact`:
-            `ratio`, see `run_on_rows`. `tiles`: `shapes` of the results.
+            VAE computes in, and `out_dtype` of the result; `memory`, bytes that ComfyUI expects one rank to take. `exact`: `ratio`,
+            see `run_on_rows`. `tiles`: `shapes` of the results.
         on_step: called at every convolution, or before every tile, equally often on all ranks.
     """
     mirror = mirrors.mirror_of(request.key)
@@ -60,7 +60,7 @@ def call_vae(
 
 
 def _run(mirror: Mirror, method: str, device: torch.device, dtype: torch.dtype, out_dtype: torch.dtype, x: Tensor) -> Tensor:
-    """Run the VAE's own method on a copy, as the input may lie in memory that other processes read."""
+    """Run the VAE's method on a copy, as the input may lie in memory that other processes read."""
     out: Tensor = getattr(mirror.model, method)(x.to(device=device, dtype=dtype, copy=True))
     return out.to(device=device, dtype=out_dtype)
 
@@ -74,7 +74,7 @@ def _tiles(
     device: torch.device,
     on_step: Callable[[], None],
 ) -> list[Tensor] | None:
-    """Run one tile per rank at a time and send results to rank 0, so that no rank keeps them or runs ahead of a Cancel."""
+    """Run one tile per rank at a time and send results to rank 0, so that no rank accumulates them or runs ahead of a Cancel."""
     results: dict[int, Tensor] = {}
     for now in in_rounds([tile.numel() for tile in tiles], group.size):
         on_step()

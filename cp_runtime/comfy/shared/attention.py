@@ -2,7 +2,7 @@
 
 No code of a node pack runs on a rank for this: a name is sent, and the rank calls the function of that name in ComfyUI or
 SageAttention. OVERRIDES lists functions of packs whose source was read, and which only pass every attention to the one function
-that they hold. Anything else that a pack sets is refused.
+that they hold. All others are refused.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OVERRIDES: Mapping[str, str] = {
     # comfy-sageattention-optout-customnodes: Attention Override (Per Model).
     "nodes:_make_attention_override.<locals>.attention_override": "target",
 }
-"""`module in its pack:qualified name` of an override -> the variable that holds what it calls."""
+"""`module in its pack:qualified name` of an override -> the variable that holds its attention function."""
 
 SAGE_OF_PACK = _KJ + "get_sage_func.<locals>.attention_sage"
 FLASH_OF_PACK = "patch_flash_attention:get_flash_attn_func.<locals>.attention_flash"
@@ -44,7 +44,7 @@ class SageMode:
     """One way to call SageAttention.
 
     Args:
-        package, function: what is called.
+        package, function: location of the function.
         settings: besides queries, keys, values, layout and scale.
         kernel: of `engine.attention.kernels`, where a log-sum-exp is needed; None = an exact one.
     """
@@ -64,14 +64,14 @@ SAGE_MODES: Mapping[str, SageMode] = {
     "sageattn3": SageMode("sageattn3", "sageattn3_blackwell", {"per_block_mean": False}, None),
     "sageattn3_per_block_mean": SageMode("sageattn3", "sageattn3_blackwell", {"per_block_mean": True}, None),
 }
-"""By the names that KJNodes gives them."""
+"""By KJNodes' names."""
 
 ON_CUDA = frozenset({*SAGE_MODES, "sage", "sage3", "flash", "xformers", "comfy_kitchen_int8"})
-"""Names whose functions compute on a GPU only; ComfyUI's own would take another one in silence."""
+"""Names whose functions compute on a GPU only; ComfyUI's own functions would silently use another one."""
 
 
 def missing_for(name: str) -> str | None:
-    """Return what an attention function needs that is not installed, or None. Ranks share this Python environment."""
+    """Return the missing package of an attention function, or None. Ranks share this Python environment."""
     from comfy.ldm.modules import attention
 
     mode = SAGE_MODES.get(name)

@@ -1,7 +1,7 @@
-"""The files of a model that is loaded: whether they still have what was loaded.
+"""The files of a loaded model, with a check that they have not changed.
 
-Weights are pages of the file, on ranks and in ComfyUI's process. Whatever is written into the file changes them, at once or when a
-page is next read. A file that is renamed or removed stays as it is for those who have it open, whatever gets its name.
+Weights are pages of the file, on ranks and in ComfyUI's process. A write to the file changes them, at once or when a page is next
+read. A renamed or removed file stays as it is for those who have it open, whatever gets its name.
 """
 
 from __future__ import annotations
@@ -17,10 +17,7 @@ from .recipe import FileStamp, date, file_stamp, readable
 
 
 class ModelFiles:
-    """Files that stay open for as long as this lives.
-
-    Args:
-        files: path of each, and its state when ComfyUI had loaded it.
+    """Files that stay open for the lifetime of this object. `files`: path of each, and its state when ComfyUI had loaded it.
 
     Raises:
         ChangedFileError: one has another state now.
@@ -54,7 +51,7 @@ class ModelFiles:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Check before what happens inside the context, and after it: also where it failed, as the cause may be the file."""
+        """Check before and after the body of the context: also where it failed, as the cause may be the file."""
         self.check()
         try:
             yield

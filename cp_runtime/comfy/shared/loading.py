@@ -20,19 +20,14 @@ from .weights import network_of, stays_as_in_file
 
 
 class LoadedModel(NamedTuple):
-    """A plain (not dynamic) ModelPatcher.
-
-    Args:
-        missing: names of the weights of its network that its file does not have.
-        files: its files.
-    """
+    """A plain (not dynamic) ModelPatcher, its files, and the names of its network's weights that are missing in them."""
 
     patcher: Any
     missing: frozenset[str]
     files: ModelFiles
 
 
-_LOADING = threading.RLock()  # two threads that load at once would put functions back in the wrong order
+_LOADING = threading.RLock()  # two threads that load at once would restore functions in the wrong order
 
 
 def load_recipe(recipe: Recipe, *, cast_later: bool = False, make: Callable[[Factory], Any] | None = None) -> LoadedModel:
@@ -61,14 +56,15 @@ def load_recipe(recipe: Recipe, *, cast_later: bool = False, make: Callable[[Fac
             patcher = comfy.sd.load_checkpoint_guess_config(
                 recipe.path, output_vae=False, output_clip=False, model_options=options, disable_dynamic=True
             )[0]
-    files = ModelFiles(recipe.files.items())  # the names still lead to what was mapped
+    files = ModelFiles(recipe.files.items())  # the names still lead to the mapped files
     return LoadedModel(patcher, frozenset(missing.get(network_of(patcher.model), ())), files)
 
 
 def weights_on_host() -> contextlib.AbstractContextManager[None]:
-    """Have ComfyUI make models in host memory, and give them back to it, inside the context.
+    """Make ComfyUI create models in host memory, and return them there, inside the context.
 
-    It would make them on the device with --highvram, or where that has more room than the host: no weight there is the file's page.
+    It would make them on the device with --highvram, or where that has more room than the host: weights there are not pages of the
+    file.
     """
     from comfy import model_management
 
@@ -80,11 +76,8 @@ def weights_on_host() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def replaced(*functions: tuple[Any, str, Any]) -> Iterator[None]:
-    """Replace functions inside the context, for all threads. A second thread waits until the first one has left.
-
-    Args:
-        functions: their module or class, their name there, and what replaces them.
-    """
+    """Replace functions, each given as (module or class, name, replacement), inside the context, for all threads. A second thread
+    waits until the first one has left."""
     with _LOADING, contextlib.ExitStack() as undo:
         for owner, name, function in functions:
             undo.callback(setattr, owner, name, getattr(owner, name))
@@ -94,26 +87,26 @@ def replaced(*functions: tuple[Any, str, Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def file_backed_weights(cast_later: bool = False, dynamic: bool = False) -> Iterator[Mapping[nn.Module, Sequence[str]]]:
-    """Map files that ComfyUI reads in this thread, and have `load_state_dict` adopt tensors instead of copying them, inside the
+    """Map files that ComfyUI reads in this thread, and make `load_state_dict` adopt tensors instead of copying them, inside the
     context.
 
     Their memory is the mapped file, so N processes share one host copy of the weights. ComfyUI copies them into memory of each
-    process. Adopted are plain parameters of the same dtype and shape; everything else takes ComfyUI's own way, which keeps the data
-    of quantised weights in the file's pages by itself.
+    process. Adopted are plain parameters of the same dtype and shape; all others are loaded by ComfyUI, which leaves the data of
+    quantised weights in the file's pages by itself.
 
     Args:
-        cast_later: adopt floating-point weights of another dtype as well, to be converted where they are used.
+        cast_later: adopt floating-point weights of another dtype as well, to be converted on use.
         dynamic: leave weights in the dtype of the file where DynamicVRAM does.
 
     Returns:
-        which weights a state dict did not have, by the module that loaded it; filled as models are loaded.
+        the weights missing from a state dict, by the module that loaded it; filled as models are loaded.
     """
     import comfy.ops
     import comfy.utils
 
     ops = comfy.ops.disable_weight_init
     missing_from: dict[nn.Module, list[str]] = {}
-    places: set[int] = set()  # of tensors in mapped files
+    places: set[int] = set()  # addresses of tensors in mapped files
     plain_loaders = {state_dict_loader(cls) for cls in (nn.Module, ops.Linear, ops.Embedding)}
 
     def load_state_dict(self: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -139,7 +132,7 @@ def file_backed_weights(cast_later: bool = False, dynamic: bool = False) -> Iter
     def load_torch_file(ckpt: str, safe_load: bool = False, device: Any = None, return_metadata: bool = False) -> Any:
         ours = threading.get_ident() == owner and ckpt.lower().endswith(MAPPED) and device is None
         if ours and not comfy.utils.DISABLE_MMAP:
-            with contextlib.suppress(OSError, ValueError, SafetensorError):  # ComfyUI says what is wrong with a file
+            with contextlib.suppress(OSError, ValueError, SafetensorError):  # ComfyUI reports the error in the file
                 tensors, metadata = mapped_tensors(ckpt)
                 places.update(tensor.untyped_storage().data_ptr() for tensor in tensors.values())
                 return (tensors, metadata) if return_metadata else tensors
@@ -152,11 +145,7 @@ def file_backed_weights(cast_later: bool = False, dynamic: bool = False) -> Iter
 
 
 def adopt(module: nn.Module, name: str, tensor: Tensor | None, *, other_dtype: bool = False) -> bool:
-    """Make `tensor` the module's parameter `name`, wherever that was, if it is a plain tensor of the same dtype and shape.
-
-    Args:
-        other_dtype: of whatever dtype.
-    """
+    """Make a plain `tensor` of the same shape, and dtype unless `other_dtype`, the parameter `name`, on any device."""
     current = getattr(module, name)
     if (
         type(tensor) not in (Tensor, nn.Parameter, CastWeight)

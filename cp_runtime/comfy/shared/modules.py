@@ -1,7 +1,7 @@
 """Networks that other nodes put beside the transformer (model patches), as plain data and tensors, and back.
 
-Their loaders leave no recipe, so the module tree itself travels: class names, plain attributes and tensors. Classes are looked
-up by name in torch and ComfyUI only, and their constructors are not run; nothing is pickled.
+Their loaders leave no recipe, so the module tree itself travels: class names, plain attributes and tensors. Classes are looked up
+by name in torch and ComfyUI only, and their constructors are not run; nothing is pickled.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ...errors import MirrorError
 
 PACKAGES = ("torch.nn.modules.", "comfy.ops", "comfy.ldm.", "comfy_extras.")
 _STANDARD = frozenset(vars(nn.Module()))
-# What ComfyUI's memory manager notes on modules that it has loaded.
+# Records of ComfyUI's memory manager on loaded modules.
 _BOOKKEEPING = re.compile(
     "(prev_)?comfy_(force_)?(cast|patched)_weights|(weight|bias)(_lowvram)?_function|current_(patcher|weight_patches_uuid)"
     "|model_(lowvram|loaded_weight_memory|offload_buffer_memory)|lowvram_patch_counter|device|dynamic_.*|_(v|pin|prefetch|stream).*"
@@ -40,7 +40,7 @@ def encode_module(module: nn.Module) -> dict[str, Any]:
 
 
 def decode_module(encoded: dict[str, Any]) -> nn.Module:
-    """Rebuild a module that `encode_module` encoded. Raises MirrorError for a class that is not a module of torch or ComfyUI."""
+    """Rebuild a module from `encode_module`. Raises MirrorError for a class that is not a module of torch or ComfyUI."""
     cls = find(encoded["class"]) if encoded["class"].startswith(PACKAGES) else None
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise MirrorError(f"{encoded['class']} is not a module of torch or ComfyUI")

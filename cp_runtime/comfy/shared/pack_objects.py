@@ -1,4 +1,4 @@
-"""Object patches of node packs that ranks compute, as `module in its pack:qualified name` of what is put there."""
+"""Object patches of node packs that ranks compute, as `module in its pack:qualified name` of the patch."""
 
 _OPTIMIZATION = "nodes.model_optimization_nodes:"
 NAG = _OPTIMIZATION + "WanCrossAttentionPatch.__get__.<locals>.wrapped_attention"

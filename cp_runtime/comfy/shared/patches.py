@@ -1,8 +1,8 @@
 """Patches of other nodes, rebuilt on the workers: code in the transformer (`transformer_options`), and weight patches.
 
-A patch is a function inside a node's code, or an object of one of ComfyUI's classes. Its name and the data it holds are sent; a
-worker finds the same code by name in its own ComfyUI and gives it the data. Only names in MIRRORED are looked up. A patch sees what
-its rank's forward sees: this rank's tokens. If it expects anything else, MIRRORED says how it is adapted.
+A patch is a function inside a node's code, or an object of one of ComfyUI's classes. Its name and data are sent; a worker finds the
+same code by name in its own ComfyUI and gives it the data. Only names in MIRRORED are looked up. A patch sees its rank's tokens,
+like the forward. If it expects anything else, MIRRORED names the adapter.
 
 Of weight patches (LoRA and its relatives) a patcher holds `{weight name: [(strength, patch, strength_model, offset, function)]}`. A
 patch is an adapter object of `comfy.weight_adapter`, a tuple of a kind and tensors, or, of a merge, a list: a weight of the other
@@ -43,15 +43,15 @@ Adapt = Callable[[Any, RunningCall], Callable[..., Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Patch:
-    """How a patch is mirrored.
+    """The way a patch is mirrored.
 
     Args:
         node: id of the node that makes it, where its code does not tell.
         without: attributes that the workers do not need: None there.
         prepare: called in the UI process before every call, with the patch and the latent: encodes images, which takes a VAE.
-        adapt: (patch, the running call) -> what the forward calls in its place.
+        adapt: (patch, the running call) -> function for the forward.
         mixes_batch: it needs all items of a batch; no batch axis.
-        unless: classes of transformers whose forward does not give it what it expects, once tokens are split.
+        unless: classes of transformers whose forward gives it unexpected inputs, once tokens are split.
     """
 
     node: str = ""
@@ -63,7 +63,7 @@ class Patch:
 
 
 def _on_whole_tokens(stream: str, *names: str) -> Adapt:
-    """Run the patch on all tokens on every rank: gather the arguments `names`, and split what it returns."""
+    """Run the patch on all tokens on every rank: gather the arguments `names`, and split the output."""
 
     def adapt(patch: Any, call: RunningCall) -> Callable[..., Any]:
         def adapted(arguments: dict[str, Any]) -> Any:
@@ -94,7 +94,7 @@ def _with_local_hint(patch: Any, call: RunningCall) -> Callable[..., Any]:
 
 
 def _with_local_embedding(patch: Any, call: RunningCall) -> Callable[..., Any]:
-    """Show the patch this rank's part of what it embedded before the first block."""
+    """Show the patch this rank's part of its embedding from before the first block."""
     data = "model_patch_data"
 
     def localised(options: dict[str, Any]) -> dict[str, Any]:
@@ -158,7 +158,7 @@ MIRRORED: Mapping[str, Patch] = {
     _MODEL_PATCH + "DiffSynthCnetPatch": Patch(
         node="QwenImageDiffsynthControlnet", without=_IMAGES, prepare=_encode_qwen_hint, adapt=_with_local_hint, mixes_batch=True
     ),
-    # The forward separates text and image between blocks: with this patch, Lumina's plan gathers what blocks return.
+    # The forward separates text and image between blocks: with this patch, Lumina's plan gathers the blocks' outputs.
     _MODEL_PATCH + "ZImageControlPatch": Patch(
         node="ZImageFunControlnet",
         without=_IMAGES,
@@ -186,8 +186,7 @@ MIRRORED: Mapping[str, Patch] = {
 
 
 def map_patches(options: Mapping[str, Any], function: Callable[[str, Any], Any]) -> dict[str, Any]:
-    """Return `patches` and `patches_replace` of transformer_options with what the function makes of every patch in its place, given
-    the option and the name under which it stands there, in words, and the patch."""
+    """Apply a function to every patch in `patches` and `patches_replace`, given its name there, in words, and the patch."""
     added, replacing = options.get("patches", {}), options.get("patches_replace", {})
     return {
         "patches": {name: [function(f"patches: {name}", each) for each in patches] for name, patches in added.items()},
@@ -204,8 +203,8 @@ def name_of(patch: Any) -> str:
 
 
 def applied_patches(patcher: Any) -> dict[str, list[Entry]]:
-    """Return those of a ModelPatcher's patches that ComfyUI puts into weights: it leaves out modules with weights in modules inside
-    of them, and with DynamicVRAM all that do not cast what they compute with."""
+    """Return the patches of a ModelPatcher that ComfyUI puts into weights: not those of modules with weights in modules inside
+    them, and with DynamicVRAM not those of modules that do not cast on compute."""
     if not patcher.patches:
         return {}
     dynamic = is_dynamic(patcher.model)
@@ -220,17 +219,14 @@ def applied_patches(patcher: Any) -> dict[str, list[Entry]]:
 
 
 def changes_shape(patcher: Any, name: str) -> bool:
-    """Return whether a weight gets another shape by its patches, as the input layer by a LoRA for control images."""
+    """Return whether patches change the shape of a weight, as a LoRA for control images does for the input layer."""
     weight = comfy.utils.get_attr(patcher.model, name)
     return bool(comfy.lora.calculate_shape(patcher.patches.get(name, ()), weight, name) != weight.shape)
 
 
 def encode_weight_patches(patches: dict[str, list[Entry]]) -> list[Any]:
-    """Encode a ModelPatcher's patches as nested lists and tuples of plain values and tensors.
-
-    Raises:
-        MirrorError: a patch is of a kind that the workers cannot rebuild; the message names it.
-    """
+    """Encode a ModelPatcher's patches as nested lists and tuples of plain values and tensors. Raises MirrorError, naming the patch,
+    if workers cannot rebuild one."""
     return [[key, [_encode(key, *entry) for entry in entries]] for key, entries in patches.items()]
 
 
@@ -262,8 +258,7 @@ def _encode(key: str, strength: float, patch: Any, strength_model: float, offset
 
 
 def _encode_weight(key: str, weight: Tensor, convert: Any) -> tuple[Any, ...]:
-    """Encode a weight of the other model of a merge: its numbers as they lie in memory, and its dtype. ComfyUI merges no quantised
-    ones (`ModelPatcher.get_key_patches`)."""
+    """Encode a weight of a merge's other model: stored numbers and dtype. ComfyUI merges no quantised ones."""
     if type(weight) in (Tensor, nn.Parameter, CastWeight) and getattr(convert, "__module__", "") in CONVERTING:
         return memory_of(weight), weight.dtype
     raise MirrorError(
@@ -273,7 +268,7 @@ def _encode_weight(key: str, weight: Tensor, convert: Any) -> tuple[Any, ...]:
 
 
 def _as_it_is(weight: Tensor, **_: Any) -> Tensor:
-    """Return the numbers of a weight that is not quantised, as the functions do that stand beside it in ComfyUI's process."""
+    """Return the numbers of a weight that is not quantised, like the function beside it in ComfyUI's process."""
     return weight
 
 

@@ -1,7 +1,7 @@
-"""The way to load a model again: the loader that ComfyUI used, the file, and plain options.
+"""The recipe to load a model again: the loader that ComfyUI used, the file, and plain options.
 
-Read off a model in the UI process (`ui.recipes`), followed by the ranks (`loading`, `rank.factory`). On other machines the
-file is named by its place in the model folders, and compared by its size and a digest of all its bytes.
+Read off a model in the UI process (`ui.recipes`), followed by the ranks (`loading`, `rank.factory`). On other machines the file is
+named by its path in the model folders, and compared by its size and a digest of all its bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FACTORY = "factory"
 DTYPE_OPTIONS = ("dtype", "weight_dtype")
 OPTIONS = (*DTYPE_OPTIONS, "fp8_optimizations")
 REMEDY = "Use Load Diffusion Model or Load Checkpoint, or Unet Loader (GGUF) of ComfyUI-GGUF."
-"""Where a loader is not one that workers can repeat."""
+"""For loaders that workers cannot repeat."""
 DECIDED_BY_WORKER = ("load_device", "offload_device")
 
 
@@ -37,8 +37,8 @@ class NodeLoader:
 
     Args:
         file: its input with the name of the model file.
-        folder: ComfyUI's kind of model folder in which it looks that up.
-        settings: what it sets on the classes of the model's layers, for all models: each keeps its own on a rank.
+        folder: ComfyUI's kind of model folder for that name.
+        settings: attributes that it sets on the classes of the model's layers, for all models: on a rank each model has its own.
     """
 
     file: str
@@ -55,23 +55,22 @@ NODE_LOADERS: Mapping[str, NodeLoader] = {
     "LoaderGGUF": NodeLoader("gguf_name", "unet", _SETTINGS),
     "LoaderGGUFAdvanced": NodeLoader("gguf_name", "unet", _SETTINGS),
 }
-"""By the id of the node, whose constructor takes nothing."""
+"""By the id of the node, whose constructor takes no arguments."""
 
 FileStamp = tuple[int, ...]
-"""State of a file: bytes, time of change of its content and of its inode in nanoseconds, number of the inode. Two of the same
-size and time can still be told apart, whether the file was replaced or written to in place."""
+"""Bytes of a file, times of change of its content and its inode in ns, and its inode: a write in place or a replacement shows."""
 
 
 @dataclass(frozen=True)
 class Factory:
-    """A function of a node pack that loads a model, and what ComfyUI called it with.
+    """A function of a node pack that loads a model, and ComfyUI's arguments to it.
 
     Args:
         folder: ComfyUI's folder of node packs, of its pack.
-        file: in which it stands at the top level.
+        file: with the function at its top level.
         function: its name there; `Class.method` of a node.
         arguments: plain values, as `pool.protocol.flatten` writes them.
-        place: of the model among the things that it returns; None = it returns the model alone.
+        place: index of the model in the returned tuple; None = it returns the model alone.
         sources: files of the pack that ComfyUI's process has imported, each with its state.
         models: model files that the arguments name, each with its state.
         node: its id in NODE_LOADERS, where it is a node's.
@@ -97,7 +96,7 @@ class Recipe:
         options: ComfyUI's `model_options`, plain values only (`dtype` by name).
         stamp: of the file when the UI process had loaded it.
         factory: where the loader is a function of a node pack.
-        dynamic: DynamicVRAM has loaded the UI's model. Ranks do without, and give its weights the dtypes that it does.
+        dynamic: DynamicVRAM has loaded the UI's model. Ranks do without it, but give the weights its dtypes.
     """
 
     loader: str
@@ -109,7 +108,7 @@ class Recipe:
 
     @classmethod
     def from_json(cls, sent: Mapping[str, Any]) -> Recipe:
-        """Rebuild a recipe from what `as_json` returned. Raises MirrorError: it is malformed."""
+        """Rebuild a recipe from `as_json`. Raises MirrorError if it is malformed."""
         try:
             recipe: Recipe = decode(cls, sent)
             return recipe
@@ -125,7 +124,7 @@ class Recipe:
 
     @cached_property
     def key(self) -> str:
-        """Identifies recipe and file content."""
+        """Key of recipe and file content."""
         return hashlib.sha256(json.dumps(self.as_json(), sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -138,14 +137,14 @@ def texts_in(tree: Any) -> list[str]:
 
 
 def file_stamp(file: str | int) -> FileStamp:
-    """Return the state of a file, by path or descriptor. Raises MirrorError when it is gone."""
+    """Return the state of a file, by path or descriptor. Raises MirrorError if it is gone."""
     with readable(file):
         found = os.stat(file)
     return found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino
 
 
 def date(nanoseconds: int) -> str:
-    """Return a time of a file as it is shown, the same on all machines."""
+    """Return a file's time as text, the same on all machines."""
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(nanoseconds / 1e9))
 
 
@@ -163,13 +162,10 @@ Folders = Mapping[str, Sequence[str]]
 
 
 def describe(recipe: Mapping[str, Any], folders: Folders) -> dict[str, Any]:
-    """Return what another machine needs to find the file of a recipe: kind of folder, name in it, size, time and digest.
+    """Return kind of folder, name in it, size, time and digest, by which another machine finds the file of a recipe.
 
-    In any thread. A file that is new here is read as a whole: a minute for 60 GB on a fast disk.
-
-    Raises:
-        MirrorError: it is gone.
-        ChangedFileError: it is not the one that ComfyUI loaded.
+    In any thread. A file that is new here is read as a whole: a minute for 60 GB on a fast disk. Raises MirrorError if it is gone,
+    ChangedFileError if it is not the one that ComfyUI loaded.
     """
     path = str(recipe["path"])
     kind, name = place_of(path, folders)
@@ -180,7 +176,7 @@ def describe(recipe: Mapping[str, Any], folders: Folders) -> dict[str, Any]:
 
 
 def relocate(recipe: Mapping[str, Any], file: Mapping[str, Any], folders: Folders, machine: str) -> dict[str, Any]:
-    """Return a recipe with the path and stamp that its file has on this machine. In any thread; it takes as long as `describe`.
+    """Return a recipe with the path and stamp of its file on this machine. In any thread; it takes as long as `describe`.
 
     Raises:
         MirrorError: it is not here, or another one; or the recipe cannot be followed on another machine.
@@ -212,7 +208,7 @@ def relocate(recipe: Mapping[str, Any], file: Mapping[str, Any], folders: Folder
 
 
 def _digested(path: str) -> tuple[FileStamp, str]:
-    """Return the state of a file, and the digest of its content. Raises ChangedFileError: it is written to meanwhile."""
+    """Return the state of a file, and the digest of its content. Raises ChangedFileError if it is written to meanwhile."""
     stamp = file_stamp(path)
     with readable(path):
         digest = content_digest(path, stamp)
@@ -226,13 +222,13 @@ def _shown(size: int, written: int, digest: str) -> str:
 
 
 def _copy(path: str, machine: str, where: str) -> str:
-    """Return commands that copy a file to another machine. Ranks there may use what it replaces: so that is not written to."""
+    """Return commands that copy a file to another machine. They replace a file that ranks there may use, and do not write to it."""
     rename = shlex.join(["mv", f"{where}.new", where])
     return f"{shlex.join(['scp', path, f'{machine}:{where}.new'])} && {shlex.join(['ssh', machine, rename])}"
 
 
 def place_of(path: str, folders: Folders) -> tuple[str, str]:
-    """Return (kind, name) of a file in the innermost folder that it is in; no kind where it is in none."""
+    """Return (kind, name) of a file in the innermost model folder around it; no kind outside of all."""
     found = [
         (kind, os.path.relpath(path, folder))
         for kind, kept in folders.items()

@@ -1,10 +1,10 @@
 """The weights of a model: their dtypes, and comparisons, in one process bit by bit, between two processes by a few bytes of each.
 
-Samples are taken at fixed places of a weight as it is stored; of a quantised weight, from its data and its scales. That takes
-milliseconds, where reading all weights would take as long as loading them. It finds any other model, but a change of single numbers
-can escape it, so files are compared by their stamps as well (`recipe.file_stamp`).
+Samples are taken at fixed offsets of a stored weight; of a quantised weight, from its data and its scales. That takes milliseconds,
+where reading all weights would take as long as loading them. It finds any other model, but can miss a change of single numbers, so
+files are compared by their stamps as well (`recipe.file_stamp`).
 
-With DynamicVRAM a weight lies in memory as it is in the file, until it is used.
+With DynamicVRAM a weight stays in memory as it is in the file, until it is used.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ...engine.weights.cast import memory_of, plain
 from ...nested import stored
 from ...pool.messages import Load
 
-PREFIX = "diffusion_model."  # of the names that ComfyUI has for weights and modules of the transformer
+PREFIX = "diffusion_model."  # of ComfyUI's names for weights and modules of the transformer
 WINDOWS, WINDOW = 8, 64  # pieces of a weight, and bytes of each, at least
 SMALL = 16 << 10  # bytes: in `ModelPatcherDynamic.load`
 STAYS = "context_parallel_stays"  # attribute of modules for which `stays_as_in_file` returned True
@@ -31,10 +31,7 @@ STAYS = "context_parallel_stays"  # attribute of modules for which `stays_as_in_
 def sample_weights(model: nn.Module, without: Collection[str] = ()) -> dict[str, str]:
     """Return for each parameter its storage format and a hash of its samples, with a space between them.
 
-    Parameters that have no bytes in this process, or are not contiguous, are left out.
-
-    Args:
-        without: names of parameters to leave out as well.
+    Left out are parameters in `without`, those without bytes in this process, and those that are not contiguous.
     """
     parameters = model.named_parameters(remove_duplicate=False)
     samples = {name: _sample(parameter) for name, parameter in parameters if name not in without}
@@ -58,8 +55,8 @@ def same_weight(one: Tensor, other: Tensor) -> bool:
 
 
 def weight_patches_digest(request: Load, block: Tensor) -> str:
-    """Return the SHA-256 of weight patches as they are sent, their tree and tensor bytes: did they arrive so? Of bytes that never
-    leave this computer's memory, samples are enough: to read all takes seconds per GB, in every process."""
+    """Return the SHA-256 of weight patches as sent, their tree and tensor bytes, to check their arrival. For bytes that never leave
+    this computer's memory, samples are enough: reading all takes seconds per GB, in every process."""
     digest = hashlib.sha256(json.dumps(request.patches, separators=(",", ":")).encode())
     digest.update(block.numpy().data if request.travelled else _sample(block).encode())
     return digest.hexdigest()
@@ -97,7 +94,7 @@ def model_dtype(model: Any, module: nn.Module, name: str) -> torch.dtype:
 
 
 def dtypes_of(model: Any) -> tuple[str, str]:
-    """Return the names of a model's weight dtype, and of the dtype that it computes in if that differs. `model`: or a VAE."""
+    """Return the names of a model's weight dtype, and of its compute dtype if that differs. `model`: or a VAE."""
     if hasattr(model, "manual_cast_dtype"):
         return str(model.get_dtype()), str(model.manual_cast_dtype)
     weights = (
@@ -112,12 +109,8 @@ def network_of(model: Any) -> Any:
 
 
 def stays_as_in_file(module: nn.Module, weights: Iterable[Tensor | None]) -> bool:
-    """Return whether DynamicVRAM leaves a module's weights in the dtype of the file, since it is small; mark the module if so. It
-    converts them when it runs.
-
-    Args:
-        weights: as they are in the file.
-    """
+    """Return whether DynamicVRAM keeps a module's weights, given as in the file, in its dtype until use, since they are small; if
+    so, mark the module."""
     parts = (part for weight in weights if weight is not None for part in stored(weight))
     small = hasattr(module, "comfy_cast_weights") and sum(part.nbytes for part in parts) <= SMALL
     if small:

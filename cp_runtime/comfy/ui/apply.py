@@ -33,13 +33,13 @@ WRAPPER, TIMER = "context_parallel", "context_parallel_timer"
 
 
 def check_type(model: Any) -> None:
-    """Raise ConfigError for anything but a MODEL: ComfyUI takes any JSON in the place of a link."""
+    """Raise ConfigError for anything but a MODEL: ComfyUI accepts any JSON in place of a link."""
     if not isinstance(model, comfy.model_patcher.ModelPatcher):
         raise bad_value("model", model, "a MODEL", "Connect Load Diffusion Model or Load Checkpoint.")
 
 
 def apply_to_model(model: Any, config: RuntimeConfig | None = None) -> Any:
-    """Return a MODEL that computes on `config`'s ranks, or on all devices without one; unchanged if there is nothing to do.
+    """Return a MODEL that computes on `config`'s ranks, or on all devices without one; for one device if only that takes part.
 
     Raises:
         ConfigError: an argument is of another type.
@@ -83,7 +83,7 @@ def without_context_parallel(model: Any) -> Any:
 
 
 def _wrap(patcher: Any, key: str, wrappers: Mapping[str, Callable[..., Any]]) -> None:
-    """Have ComfyUI call these wrappers, by kind, in place of those that the patcher has under the key."""
+    """Replace the patcher's wrappers under a key by these, by kind."""
     for kind in list(patcher.wrappers):
         patcher.remove_wrappers_with_key(kind, key)
     for kind, wrapper in wrappers.items():
@@ -91,21 +91,21 @@ def _wrap(patcher: Any, key: str, wrappers: Mapping[str, Callable[..., Any]]) ->
 
 
 def prepare_sampling(executor: Callable[..., Any], model: Any, noise_shape: Any, conds: dict[str, Any], **kwargs: Any) -> Any:
-    """Look at the conditions before the model is loaded, when it can still be loaded in this process instead."""
+    """Check the conditions before the model is loaded, when it can still be loaded in this process instead."""
     if isinstance(model, ContextParallelPatcher):
         model.cp_run = Run(next(RUNS), conditions_obstacle(conds), *call_memory(model, noise_shape, conds))
     return executor(model, noise_shape, conds, **kwargs)
 
 
 def call_memory(model: Any, noise_shape: Any, conds: dict[str, Any]) -> tuple[float, float]:
-    """Return the bytes that ComfyUI expects a call to take, and their ratio to what it expects for the latent alone."""
+    """Return the bytes that ComfyUI expects a call to take, and their ratio to those for the latent alone."""
     alone = model.memory_required(list(noise_shape))
     _, together = estimate_memory(model, noise_shape, conds)
     return together, max(1.0, together / alone) if alone > 0 else 1.0
 
 
 def timed(patcher: Any) -> Any:
-    """Have a patcher's sampling runs measured for the journal, also those on one device, for comparison. Return the patcher."""
+    """Measure a patcher's sampling runs for the journal, also those on one device, for comparison. Return the patcher."""
     device = patcher.cp_config.devices[0] if isinstance(patcher, ContextParallelPatcher) else str(patcher.load_device)
     unit = unit_of(torch.device(device).type)
     timer = RunStats(None)

@@ -1,8 +1,8 @@
-"""The code that a model computes with, as it is in this process, against the files that it comes from.
+"""The code that a model computes with, in this process, against its files.
 
-Ranks import ComfyUI afresh. What a node pack has put into its classes and modules, at import or by a node, exists in this process
-only: methods of the model's classes and of their bases, functions and constants of ComfyUI's modules that these use, by name and by
-what those use in turn. All of it is compared with the files once; then only with what was found there.
+Ranks import ComfyUI afresh. Changes by a node pack to its classes and modules, at import or by a node, exist in this process only:
+methods of the model's classes and of their bases, functions and constants of ComfyUI's modules that these use, by name and
+transitively. All of it is compared with the files once; then only with the values found there.
 """
 
 from __future__ import annotations
@@ -24,34 +24,26 @@ from torch import nn
 from .sources import Source, file_of, functions_in, in_library, is_comfy, names_in, pack_of, source_of
 
 LIBRARIES = ("torch", "comfy_kitchen", "einops")  # packages whose functions compute, besides ComfyUI's
-# They decide where weights lie and what is called around the forward, in this process; ranks have other devices and duties.
+# They decide where weights lie and which code surrounds the forward, in this process; ranks have other devices and duties.
 _ELSEWHERE = """
     cli_args memory_management model_management model_patcher model_prefetch options patcher_extension pinned_memory
 """
 ELSEWHERE = frozenset(f"comfy.{name}" for name in _ELSEWHERE.split())
 PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype})
-SEVERAL = frozenset({tuple, frozenset})  # modules fill lists and dicts after they have assigned them
+SEVERAL = frozenset({tuple, frozenset})  # modules fill lists and dicts after their assignment
 UNKNOWN = object()
 
 
 class Change(NamedTuple):
-    """Something in this process that is not what its file says.
-
-    Args:
-        what: its full name.
-        file: that the code which is there now comes from; "" = it is no code, or another piece of ComfyUI's.
-    """
+    """An object in this process that differs from its file. `what`: its full name; `file`: of the current code, "" = it is no code,
+    or another piece of ComfyUI's."""
 
     what: str
     file: str
 
 
 class Comparison:
-    """The comparison of some classes, and of what they use, with their files.
-
-    Attributes:
-        changes: what differs.
-    """
+    """The comparison of some classes, and of everything they use, with their files."""
 
     def __init__(self, classes: set[type]) -> None:
         self.changes: list[Change] = []
@@ -66,7 +58,7 @@ class Comparison:
             self._left.pop()()
 
     def holds(self) -> bool:
-        """Return whether all is as it was compared."""
+        """Return whether nothing has changed since the comparison."""
         for owner, name, value in self._held:  # before every call: a generator would take four times as long
             if owner.get(name, UNKNOWN) is not value:
                 return False
@@ -111,10 +103,10 @@ class Comparison:
         expected = _literal(source, name, cls.__qualname__)
         return expected is UNKNOWN or _same(expected, value)
 
-    # --- what they use ----------------------------------------------------------------------------------------------------
+    # --- names that they use -----------------------------------------------------------------------------------------------
 
     def _use(self, functions: list[FunctionType], file: str) -> None:
-        """Go on with what functions of ComfyUI, or of the file of one of the model's classes, use."""
+        """Continue with the names used by functions of ComfyUI, or of the file of one of the model's classes."""
         for function in functions:
             self._code.append((function, function.__code__))
             own = function.__code__.co_filename
@@ -161,7 +153,7 @@ def _is_of_library(module: str, functions: list[FunctionType]) -> bool:
 
 
 def _is_bound(module: str, name: str, value: Any) -> bool:
-    """Return whether a value is what a module's file binds to a name."""
+    """Return whether a value is the one that a module's file binds to a name."""
     source = source_of(module)
     if module in ELSEWHERE or source is None:
         return True
@@ -183,13 +175,13 @@ def _is_bound(module: str, name: str, value: Any) -> bool:
         return True
     expected = [_evaluated(each, module) for each in source.assigned(name)] if is_comfy(source.file) else []
     if any(_same(each, value) for each in expected):
-        return vars(sys.modules[module]).get(name) is value  # ComfyUI chose one of them when it was imported
+        return vars(sys.modules[module]).get(name) is value  # ComfyUI chose one of them at import
     known = name in source.codes or name in source.imported or (expected and UNKNOWN not in expected)
     return not known and not _has_foreign(functions, source.file)
 
 
 def _is_defined(source: Source, path: str, value: Any) -> bool:
-    """Return whether a value is a function that the file defines under a name, with the decorators that it has there."""
+    """Return whether a value is the function that the file defines under a name, with the same decorators."""
     known = source.codes.get(path, ())
     inner = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
     if isinstance(inner, FunctionType) and inner.__code__ in known:
@@ -213,7 +205,7 @@ def _evaluated(expression: ast.expr | None, module: str = "") -> Any:
 
 
 def _literal(source: Source, name: str, owner: str) -> Any:
-    """Return the constant that the body of a class assigns to a name; UNKNOWN where it is none, or not the only one."""
+    """Return the constant that the body of a class assigns to a name; UNKNOWN if it is none, or not the only one."""
     found = source.assigned(name, owner)
     return _evaluated(found[0]) if len(found) == 1 else UNKNOWN
 
@@ -228,7 +220,7 @@ def _same(expected: Any, value: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a value is a constant, or holds nothing else."""
+    """Return whether a value is a constant, or holds only constants."""
     return type(value) in PLAIN or (type(value) in SEVERAL and all(map(_is_plain, value)))
 
 
@@ -239,7 +231,7 @@ def _has_foreign(functions: list[FunctionType], file: str) -> bool:
 
 
 def _change(what: str, value: Any) -> Change:
-    """Return a change, with the file that is most likely a pack's."""
+    """Return a change, with the file most likely to be a pack's."""
     codes = [function.__code__ for function in functions_in(value)]
     files = [each.co_filename for each in codes] + ([file_of(value.__module__)] if isinstance(value, type) else [])
     file = next(filter(pack_of, files), next(iter(files), ""))
@@ -261,11 +253,8 @@ _known: dict[frozenset[type], Comparison] = {}
 
 
 def changes_of(model: nn.Module, again: bool = True) -> list[Change]:
-    """Return what in this process differs from the files of the classes that a model consists of, and of what they use.
-
-    Args:
-        again: look at the model's modules; else at the classes that it had.
-    """
+    """Return the differences between this process and the files of a model's classes, and of all they use. `again`: check the
+    model's current modules, not only the classes found before."""
     comparison = None if again else _compared.get(model)
     if comparison is None:
         classes = frozenset(type(module) for module in model.modules())

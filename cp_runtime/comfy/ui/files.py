@@ -1,8 +1,8 @@
-"""Weights of the UI process that are the pages of the model's file, as those of the ranks are.
+"""Weights of the UI process as pages of the model's file, like those of the ranks.
 
-Without DynamicVRAM ComfyUI copies a model's weights into memory of its own. Once the ranks have them, they become the mapped file:
-every process can have the pages, and the system can drop them. The mapping is private, so that whatever changes a weight in place
-gets a page of its own. With DynamicVRAM ComfyUI maps the file itself.
+Without DynamicVRAM ComfyUI copies a model's weights into private memory. Once the ranks have them, they become the mapped file:
+every process can have the pages, and the system can drop them. The mapping is private, so in-place changes of a weight get private
+pages. With DynamicVRAM ComfyUI maps the file itself.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from .runtime import reloading_changed_files
 
 
 def share_file_pages(patcher: Any, recipe: Recipe) -> int:
-    """Point the UI's own copy of plain weights at the mapped file; returns the bytes of private memory given back.
+    """Point the UI's own copy of plain weights at the mapped file; return the bytes of private memory freed.
 
-    The UI process does not compute with them, but other branches of a graph may, so they must stay valid. What the loader converted
-    is a `CastWeight` then, until ComfyUI is about to compute with it or to save it.
+    The UI process does not compute with them, but other branches of a graph may, so they must stay valid. A weight that the loader
+    converted is a `CastWeight` then, until ComfyUI is about to compute with it or to save it.
 
     Raises:
         UnsupportedError: a weight is not the file's, so the workers do not have it.
@@ -61,7 +61,7 @@ def share_file_pages(patcher: Any, recipe: Recipe) -> int:
 
 
 def guard(model: Any, files: ModelFiles) -> None:
-    """Check before ComfyUI uses a model, and after each of its calls, that its files are as they were loaded.
+    """Check before ComfyUI uses a model, and after each of its calls, that its files have not changed.
 
     ComfyUI asks a model for its dtype before it loads it and in every call, whichever patcher it uses.
     """

@@ -1,8 +1,8 @@
 """Send the transformer's innermost forward, in the UI process, to the workers.
 
 It is the innermost one, so that wrappers which skip or repeat it (step caches, seam smoothing) keep their meaning. It is installed
-on the instance when a patcher of ours is loaded, so that it does not depend on what samplers and guiders hand on, and stays until
-weights are loaded in this process: without patches, as they are meanwhile, nothing here may compute with them.
+on the instance when a patcher of ours is loaded, so it does not depend on the arguments of samplers and guiders. It stays until
+weights are loaded in this process: unpatched as they are meanwhile, they must not be used here.
 """
 
 from __future__ import annotations
@@ -40,13 +40,8 @@ TEXTS = "preprocess_text_embeds"
 
 
 class Replacement:
-    """Replacement for a method of one transformer instance, while the model's weights are on the ranks.
-
-    Args:
-        owner: the patcher as it was loaded; held weakly, because of what the patches of a graph may refer to.
-        model: the transformer.
-        method: name of the method.
-    """
+    """Replacement for a method of a transformer instance, while the model's weights are on the ranks. `owner`: the patcher as it
+    was loaded; held weakly, because the patches of a graph may hold references."""
 
     sends_to_workers = True
 
@@ -55,7 +50,7 @@ class Replacement:
         self.stock: Callable[..., Any] = getattr(type(model), method).__get__(model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the method. Raises MirrorError where nothing is left of the MODEL that was loaded, and its patches are lost."""
+        """Run the method. Raises MirrorError if the loaded MODEL is gone, and its patches with it."""
         base, owner = self.base(), self.owner()
         if base is not None and not on_ranks(base):  # ComfyUI has loaded the weights, and their patches, in this process
             return self.stock(*args, **kwargs)
@@ -131,13 +126,12 @@ def innermost_method(model: nn.Module) -> str:
 
 
 def is_intercepted(model: nn.Module) -> bool:
-    """Return whether a model's calls go to the workers."""
     return isinstance(vars(model).get(innermost_method(model)), WorkerForward)
 
 
 def check_forward(executor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Refuse a forward that a node has put in place of the transformer's: it may never reach the intercepted one. And have ComfyUI
-    record no call of the intercepted one, of which it may call more than the innermost part that is replaced.
+    """Refuse a forward that a node has put in place of the transformer's: it may never reach the intercepted one. Also disable
+    ComfyUI's recording of the intercepted one's calls: it may call more than the replaced innermost part.
 
     This ComfyUI wrapper is around every call. Nodes that replace a forward for a single call, as step caches do, do so outside it.
     """
@@ -167,7 +161,7 @@ class OnOneDevice:
 
 
 class GuardedForward(Replacement):
-    """Replacement for a `forward` that may bypass the innermost method: refuses what would then run in this process."""
+    """Replacement that refuses a `forward` which may bypass the innermost method and would then run in this process."""
 
     def run(self, owner: ContextParallelPatcher, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
@@ -178,10 +172,10 @@ class GuardedForward(Replacement):
 
 
 class LocalTexts(Replacement):
-    """Replacement for text processing that some transformers do before sampling, with weights of their own: LTX-2, Anima, MiniMax.
+    """Replacement for text processing that some transformers do before sampling, with separate weights: LTX-2, Anima, MiniMax.
 
-    It runs in this process, where a model that lives on the workers has no weights but the pages of its file, unpatched and on no
-    device. The modules that it runs get their weights for the duration, patched as ComfyUI patches what it loads.
+    It runs in this process, where a model on the workers has no weights but the pages of its file, unpatched and on no device. The
+    called modules get their weights for the duration, patched as ComfyUI does at load.
     """
 
     def run(self, owner: ContextParallelPatcher, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -192,7 +186,7 @@ class LocalTexts(Replacement):
 
 @contextmanager
 def weights_at(patcher: ModelPatcher, model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Give modules of the model that are called their patched weights on a device, while active."""
+    """Give called modules of the model their patched weights on a device, while active."""
     paths = {module: path for path, module in model.named_modules() if path}
     patched = applied_patches(patcher)
     kept: list[tuple[dict[str, Any], str, Any]] = []
@@ -208,7 +202,7 @@ def weights_at(patcher: ModelPatcher, model: nn.Module, device: torch.device) ->
                     if (dtype := model_dtype(patcher.model, module, name)) != parameter.dtype:
                         put(module._parameters, name, nn.Parameter(parameter.to(dtype), requires_grad=False))
                     key, weight = f"{PREFIX}{inner}.{name}", module._parameters[name]
-                    if key in patched and key not in patcher.backup:  # where it is not patched already
+                    if key in patched and key not in patcher.backup:  # unless it is already patched there
                         weight = patcher.patch_weight_to_device(key, device, return_weight=True)
                     put(module._parameters, name, nn.Parameter(weight.to(device), requires_grad=False))
             for name, buffer in module._buffers.items():

@@ -1,7 +1,7 @@
-"""Refuses what keeps a model, as the graph built it, from running on the workers: UnsupportedError, one sentence with a remedy.
+"""Refuses a model that, as the graph built it, cannot run on the workers: UnsupportedError, one sentence with a remedy.
 
-The workers hold the model, its weight patches and stock forwards. Anything else that another node attached to the model exists only
-in the UI process, and must be refused: a sharded forward would silently run without it.
+The workers hold the model, its weight patches and stock forwards. Everything else that another node attached to the model exists
+only in the UI process, and must be refused: a sharded forward would silently run without it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _READING_WEIGHTS = (comfy.controlnet.ControlLora, comfy.controlnet.QwenFunContro
 
 
 def check_model(patcher: Any, config: RuntimeConfig) -> None:
-    """Refuse a ModelPatcher that cannot run on the ranks of a config. Known before sampling starts."""
+    """Refuse a ModelPatcher that cannot run on the ranks of a config, before sampling starts."""
     model = patcher.model.diffusion_model
     if hasattr(model, "_orig_mod"):
         raise UnsupportedError(f"the model was compiled with torch.compile, which the workers do not repeat. {_REMEDY}")
@@ -70,7 +70,7 @@ def check_experts(model: nn.Module, device: torch.device) -> None:
 
 
 def check_stages(patcher: Any, config: RuntimeConfig) -> None:
-    """Refuse a model that cannot run in the stages, or in the patches, that a config asks for."""
+    """Refuse a model that cannot run in the stages or patches of a config."""
     plan, pipeline = PLANS[class_name(patcher.model.diffusion_model)], config.pipeline
     if (config.weights == STAGED or pipeline is not None) and plan.family in UNSTAGED:
         raise UnsupportedError(
@@ -89,7 +89,7 @@ def check_stages(patcher: Any, config: RuntimeConfig) -> None:
 
 
 def check_call(patcher: Any, control: Mapping[str, Any] | None) -> None:
-    """Refuse a call for what is attached to the model now, or for its ControlNet residuals. Cheap."""
+    """Refuse a call for the current attachments of the model, or for its ControlNet residuals. Cheap."""
     _check_attached(patcher)
     _check_control(patcher.model.diffusion_model, control)
     check_own_forward(patcher.model.diffusion_model)
@@ -99,7 +99,7 @@ def check_call(patcher: Any, control: Mapping[str, Any] | None) -> None:
 def options_for_ranks(
     options: Mapping[str, Any], patcher: Any, config: RuntimeConfig, latent: Tensor | None = None
 ) -> tuple[PatchSet, str | None]:
-    """Take what the workers need out of `transformer_options`: see `PatchSet.of` and `attention_of`. Refuse the rest."""
+    """Extract the workers' part of `transformer_options`: see `PatchSet.of` and `attention_of`. Refuse the rest."""
     try:
         if options.get("ar_state") is not None:
             raise UnsupportedError("autoregressive sampling keeps state inside the transformer.")
@@ -111,7 +111,7 @@ def options_for_ranks(
 
 
 def compile_of(patcher: Any) -> CompileSettings | None:
-    """Return what the ranks shall pass to `torch.compile`; None if no node asks for it. Refuse what they cannot."""
+    """Return the ranks' settings for `torch.compile`; None if no node asks for it. Refuse unsupported ones."""
     asked = patcher.model_options.get(TORCH_COMPILE_KWARGS)
     try:
         return None if asked is None else compile_settings(asked)
@@ -120,7 +120,7 @@ def compile_of(patcher: Any) -> CompileSettings | None:
 
 
 def conditions_obstacle(conds: Mapping[str, Any]) -> str | None:
-    """Return what in the conditions of a sampling run needs the model's weights in this process, or None."""
+    """Return the part of a sampling run's conditions that needs the model's weights in this process, or None."""
     for cond in (cond for part in conds.values() for cond in part or ()):
         control = cond.get("control")
         while control is not None:
@@ -131,15 +131,15 @@ def conditions_obstacle(conds: Mapping[str, Any]) -> str | None:
 
 
 def check_own_forward(model: nn.Module) -> None:
-    """Refuse a forward that is not the transformer's own. Cheap: some nodes replace it for the time of a call."""
+    """Refuse a replaced forward of the transformer. Cheap: some nodes replace it for the time of a call."""
     _check_forward_of(model, type(model).__name__)
 
 
 def check_code(model: nn.Module, patched: Collection[str] = (), made_by_pack: bool = False) -> None:
-    """Refuse what node packs put into modules of a model, or into the classes and functions that it computes with.
+    """Refuse code of node packs in the modules of a model, or in the classes and functions that it computes with.
 
     Args:
-        patched: names of what ComfyUI has put there for a patcher, and takes out again.
+        patched: names that ComfyUI has patched for a patcher, and will restore.
         made_by_pack: a pack's loader made the model, which the ranks call as well.
     """
     packs = {} if made_by_pack else {cls: pack_of(file_of(cls.__module__)) for cls in {type(module) for module in model.modules()}}
@@ -161,7 +161,7 @@ def check_code(model: nn.Module, patched: Collection[str] = (), made_by_pack: bo
 
 
 def _check_imported(model: nn.Module, again: bool = True) -> None:
-    """Refuse code in this process that is not ComfyUI's where a model computes with it. `again`: see `changes_of`."""
+    """Refuse foreign code in this process where a model computes with it. `again`: see `changes_of`."""
     for change in changes_of(model, again):
         pack = pack_of(change.file)
         if is_comfy(change.file):

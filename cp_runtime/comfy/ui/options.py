@@ -1,4 +1,4 @@
-"""What ranks get of a model's options: plain values of `transformer_options`, and what a node asks of `torch.compile`."""
+"""The ranks' part of a model's options: plain values of `transformer_options`, and a node's settings for `torch.compile`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RECORDING = (
 
 
 def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries that can be sent. Forwards ask what is in a set, and so it becomes a tuple."""
+    """Return the entries that can be sent. A set becomes a tuple: forwards only test membership."""
     kept = {name: _sent(value) for name, value in options.items() if name not in UI_ONLY}
     return {name: value for name, value in kept.items() if isinstance(value, SENDABLE)}
 
@@ -34,11 +34,8 @@ def _sent(value: Any) -> Any:
 
 
 def compile_settings(asked: Mapping[str, Any]) -> CompileSettings:
-    """Return what ranks do of `torch_compile_kwargs`. `fullgraph` is ignored: a block is compiled whole or not at all.
-
-    Raises:
-        UnsupportedError: the ranks cannot compile like that.
-    """
+    """Return the ranks' settings from `torch_compile_kwargs`. `fullgraph` is ignored: a block is compiled whole or not at all.
+    Raises UnsupportedError if the ranks cannot compile like that."""
     backend, mode, dynamic = asked.get("backend"), asked.get("mode"), asked.get("dynamic")
     if backend == "cudagraphs":
         raise UnsupportedError(f"Torch Compile with backend cudagraphs {RECORDING}. Choose inductor.")

@@ -1,5 +1,4 @@
-"""Which node put something into a model: by where its code stands, and by the graph that is being run, under the title that users
-gave it."""
+"""The node behind an object in a model: found by its code's module, and by the running graph, with the user's title."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from ..shared.modules import full_name
 from ..shared.patches import name_of
 from .sources import functions_in, names_in
 
-# Nodes of what is not made by a function of their own: name of what they install, of ComfyUI.
+# Nodes of objects not made by functions of a node: name of the object, of ComfyUI.
 _MADE_BY = {
     "KV_Attn_Input": "FluxKVCache",
     "SUPIRPatch": "SUPIRApply",
@@ -32,11 +31,7 @@ def node_of(thing: Any) -> str | None:
 
 
 def made_by(thing: Any, node: str | None = None) -> str:
-    """Return the name of the node that put something into the model, as users see it.
-
-    Args:
-        node: its id, where the code does not tell.
-    """
+    """Return the user's name for the node that made an object in the model. `node`: its id, where the code does not tell."""
     kind, titles = node or node_of(thing), [title for each, title in _in_graph(thing, node)]
     if kind is None:
         module = name_of(thing).partition(":")[0]
@@ -46,17 +41,16 @@ def made_by(thing: Any, node: str | None = None) -> str:
 
 
 def _in_graph(thing: Any, node: str | None = None) -> list[tuple[str, str]]:
-    """Return id of the kind, and title, of the nodes in front of the one that runs which may have made a patch."""
+    """Return kind and title of the nodes upstream of the running one that may have made a patch."""
     makers, upstream = [node] if node else _makers(thing), list(_upstream())
-    if not makers and (pack := _pack(thing)):  # then it is any node of that pack that returns a model
+    if not makers and (pack := _pack(thing)):  # then any node of that pack that returns a model
         nodes = {kind: _nodes()[kind] for kind, _ in upstream if _pack_of_node(kind) == pack}
         makers = [kind for kind, cls in nodes.items() if "MODEL" in getattr(cls, "RETURN_TYPES", ())]
     return [(kind, title) for kind, title in upstream if kind in makers]
 
 
 def _makers(thing: Any) -> list[str]:
-    """Return the ids of the nodes that may make a patch: the one in whose class its code stands, else those of its module whose
-    method names it."""
+    """Return the ids of nodes that may make a patch: those whose class has its code, else those that name it."""
     module, _, path = name_of(thing).partition(":")
     head = path.split(".")[0]
     if head in _MADE_BY and module.startswith("comfy"):
@@ -67,13 +61,12 @@ def _makers(thing: Any) -> list[str]:
 
 
 def _used_by(cls: Any) -> frozenset[str]:
-    """Return the names that the method of a node uses."""
     methods = functions_in(getattr(cls, getattr(cls, "FUNCTION", ""), None)) + functions_in(vars(cls).get("execute"))
     return frozenset().union(*(names_in(method.__code__) for method in methods))
 
 
 def _upstream() -> Iterator[tuple[str, str]]:
-    """Yield id of the kind, and title, of every node in front of the one that runs in this thread."""
+    """Yield kind and title of every node upstream of the one that runs in this thread."""
     context = get_executing_context()
     if context is None:
         return
@@ -100,13 +93,13 @@ def _pack_of_node(kind: str) -> str:
 
 
 def _pack(thing: Any) -> str:
-    """Return the folder of the node pack that something's code stands in; "" for other code."""
+    """Return the folder of the node pack with an object's code; "" for other code."""
     module = name_of(thing).partition(":")[0].partition("custom_nodes")[2].strip("/.")
     return module.replace(".", "/").split("/")[0].replace("_x_", ".")
 
 
 def display_name(node: str) -> str:
-    """Return the name under which users know a kind of node."""
+    """Return the display name of a kind of node."""
     names = getattr(sys.modules.get("nodes"), "NODE_DISPLAY_NAME_MAPPINGS", {})
     return str(names.get(node) or node)
 

@@ -1,7 +1,7 @@
 """Object patches of node packs inside the transformer: other forwards of its modules, computed on the workers from plain data.
 
-A pack's node replaces the forward of modules (`ModelPatcher.add_object_patch`) by functions of its own. OBJECTS lists those whose
-source was read; the pack's code never runs on a rank. What they hold is checked and sent; `rank.pack_objects` computes the same.
+A pack's node replaces the forward of modules (`ModelPatcher.add_object_patch`) by functions. OBJECTS lists those whose source was
+read; the pack's code never runs on a rank. Their data is checked and sent; `rank.pack_objects` computes the same.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ WAN = ("comfy.ldm.wan.",)
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectPatch:
-    """What stands in the place of a module's forward, or of a module.
+    """A replacement for a module's forward, or for a module.
 
     Args:
         node: id of the node that makes it.
-        at: place in the transformer, where "*" is a number.
-        fields: what it holds: name -> types. It holds nothing else.
-        models: beginnings of the names of the modules whose transformers take it.
+        at: path in the transformer, where "*" is a number.
+        fields: all its data: name -> types.
+        models: prefixes of the module names of the transformers that take it.
         held_by: variable of the function that holds the object with the fields; "" = it is the object.
         mixes_batch: it needs all items of a batch.
         all_tokens: it needs all tokens at once.
@@ -49,7 +49,7 @@ class ObjectPatch:
 NUMBER = (int, float)
 _ROPE = {"dim": (int,), "theta": NUMBER, "axes_dim": (list, tuple), "num_frames": (int,), "k": (int,)}
 OBJECTS: Mapping[str, tuple[ObjectPatch, ...]] = {
-    # KJNodes. The first half of a batch is guided, which is the whole one where it has one item: a rank must have it all.
+    # KJNodes. The first half of a batch is guided, or all of a single item: a rank must have the whole batch.
     NAG: (
         ObjectPatch(
             node="WanVideoNAG",
@@ -89,16 +89,12 @@ OBJECTS: Mapping[str, tuple[ObjectPatch, ...]] = {
         ),
     ),
 }
-"""`module in its pack:qualified name` of what is put there -> the places for it."""
+"""`module in its pack:qualified name` of a replacement -> its possible paths."""
 
 
 def encode_objects(patcher: Any) -> tuple[dict[str, Any], list[ObjectPatch]]:
-    """Return a ModelPatcher's object patches inside the transformer in wire form, empty if there are none, and what is known of
-    each kind.
-
-    Raises:
-        UnsupportedError: the workers do not know one of them, or not with what it holds.
-    """
+    """Return a ModelPatcher's object patches inside the transformer in wire form, and their entries in OBJECTS; both may be empty.
+    Raises UnsupportedError if the workers do not know one of them, or not with its data."""
     entries: list[dict[str, Any]] = []
     places: dict[str, int] = {}
     known: dict[str, ObjectPatch] = {}
@@ -144,7 +140,7 @@ def _encoded(path: str, thing: Any, patcher: Any) -> tuple[dict[str, Any], Objec
 
 
 def _check_rotations(data: Mapping[str, Any], stock: Any) -> None:
-    """Raise MirrorError where more than one frequency of rotations differs from the model's own, or one that they do not have."""
+    """Raise MirrorError if more than one frequency of rotations differs from the model's, or one that they do not have."""
     if not isinstance(stock, EmbedND):
         raise MirrorError(f"the model's rotations are of another kind ({type(stock).__name__})")
     if (list(data["axes_dim"]), data["theta"]) != (list(stock.axes_dim), stock.theta):
@@ -155,7 +151,7 @@ def _check_rotations(data: Mapping[str, Any], stock: Any) -> None:
 
 
 def _object_patch(name: str, path: str) -> ObjectPatch:
-    """Return the object patch of that name for a place in the transformer. Raises MirrorError if it is not one for it."""
+    """Return the object patch of that name for a path in the transformer. Raises MirrorError if it is not one for it."""
     place = ".".join("*" if part.isdecimal() else part for part in path.split("."))
     for patch in OBJECTS.get(name, ()):
         if patch.at == place:
@@ -164,7 +160,7 @@ def _object_patch(name: str, path: str) -> ObjectPatch:
 
 
 def _check_data(patch: ObjectPatch, data: Mapping[str, Any]) -> None:
-    """Raise MirrorError where a patch does not hold what is known of it."""
+    """Raise MirrorError if a patch's data differs from its known fields."""
     for field in patch.fields.keys() | data.keys():
         if field not in data or type(data[field]) not in (patch.fields.get(field, ())):
             held = type(data[field]).__name__ if field in data else "nothing"

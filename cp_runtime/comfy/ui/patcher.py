@@ -1,6 +1,5 @@
 """The MODEL that Apply Context Parallel returns. To ComfyUI's memory manager and samplers it is an ordinary ModelPatcher; its
-weights are on the workers, and denoise calls go there. Also the node of a graph that waits for them: which one it is, its progress
-bar, and Cancel.
+weights are on the workers, and denoise calls go there. Also the node of a graph that waits for them, its progress bar, and Cancel.
 
 Everything of the UI process's `BaseModel` but the transformer's forward is used as it is: model sampling, conditioning, latent
 format, object patches on them.
@@ -54,7 +53,7 @@ class Run(NamedTuple):
 
     Args:
         number: of the run in this process.
-        obstacle: what in its conditions cannot be sent to the workers.
+        obstacle: the part of its conditions that cannot be sent to the workers.
         call_memory: bytes that ComfyUI expects a call to take on one device.
         memory_scale: see `ModelCall.memory_scale`.
     """
@@ -66,11 +65,11 @@ class Run(NamedTuple):
 
 
 class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
-    """A ModelPatcher whose weights live on the worker pool.
+    """A ModelPatcher whose weights are on the worker pool.
 
-    What was loaded last is what computes, as with ComfyUI's own patchers, whose patches are in the weights then: also where a node
-    loads a clone and drops it at once. `cp_loaded`, which the clone and all that it was made from hold, is a copy of it without the
-    model: so nothing that the model refers to keeps it alive.
+    The last patcher loaded computes, as with ComfyUI's own patchers, whose patches are in the weights then: also where a node loads
+    a clone and drops it at once. The clone and all patchers that it derives from share `cp_loaded`, a copy of it without the model:
+    so the model's references do not keep it alive.
 
     Attributes:
         cp_config: pool and sharding.
@@ -86,11 +85,8 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
 
     @classmethod
     def over(cls, patcher: comfy.model_patcher.ModelPatcher, config: RuntimeConfig) -> Any:
-        """Make one over the same model, whatever ComfyUI's management of its memory: what is on the ranks is not ComfyUI's to page.
-
-        Raises:
-            UnsupportedError: this ComfyUI pages the memory of every model.
-        """
+        """Make one over the same model, even if DynamicVRAM manages it: ComfyUI cannot page memory on the ranks. Raises
+        UnsupportedError if this ComfyUI pages the memory of every model."""
         made: Any = patcher.clone(disable_dynamic=True, model_override=patcher.get_clone_model_override())
         if made.is_dynamic():
             raise UnsupportedError(
@@ -103,7 +99,7 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
 
     def clone(self, *args: Any, **kwargs: Any) -> ContextParallelPatcher:
         clone: Any = super().clone(*args, **kwargs)
-        if type(clone) is plain_class(type(self)):  # some packs' patchers make one of their own class, whatever they are
+        if type(clone) is plain_class(type(self)):  # some packs' patchers always clone to their own class
             clone.__class__ = type(self)
         if isinstance(clone, ContextParallelPatcher):
             # Not `model_size`, as it may run on one device.
@@ -140,12 +136,10 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
             wrapper = OnOneDevice(wrapper)
         super().add_wrapper_with_key(wrapper_type, key, wrapper)
 
-    # --- what the memory manager asks and tells -------------------------------------------------------------------------
+    # --- calls by the memory manager ------------------------------------------------------------------------------------
 
     def model_size(self) -> int:
-        """Return the bytes that the model takes on this process's device: 0 if no rank uses that device, and less than the whole if
-        the ranks share the weights out.
-        """
+        """Return the model's bytes on this process's device: 0 if no rank uses it; less than the whole if sharded."""
         if not self.cp_local and str(self.load_device) not in self.cp_config.devices:
             return 0
         resident = None if self.cp_local else CONTROLLER.resident(notes_of(self.model).key)
@@ -165,9 +159,9 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         return super().lowvram_patch_counter() if self.cp_local else 0
 
     def get_free_memory(self, device: torch.device) -> int:
-        """Return the bytes that a call may take. From it samplers decide how many CFG halves, items and areas to compute at once.
+        """Return the bytes that a call may take. Samplers use it to decide how many CFG halves, items and areas to compute at once.
 
-        This process only sees rank 0's device, where memory that rank 0 has freed but keeps counts as taken.
+        This process only sees rank 0's device, where memory cached by rank 0 counts as taken.
         """
         workers = CONTROLLER.workers
         room = workers.room if not self.cp_local and workers is not None and workers.serves(self.cp_config) else None
@@ -202,8 +196,8 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         return added
 
     def _patch_what_acts_here(self) -> None:
-        """Patch those modules that ComfyUI computes with in this process, outside of the transformer or for a ControlNet, and those
-        whose weight decides by its shape what ComfyUI passes to the transformer (`BaseModel.concat_cond`)."""
+        """Patch the modules that ComfyUI computes with in this process, outside of the transformer or for a ControlNet, and those
+        whose weight shape decides the inputs of the transformer (`BaseModel.concat_cond`)."""
         here = {
             path_of(name)
             for name in self.patches
@@ -215,8 +209,8 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         self.model.current_weight_patches_uuid = ON_RANKS
 
     def load_on_ranks(self) -> int:
-        """Load the model onto the ranks, to which this process's devices make way. Returns the bytes that it newly takes on its own
-        device. Raises UnsupportedError where no placement fits."""
+        """Load the model onto the ranks, after `make_way`. Return the additional bytes on this process's device. Raises
+        UnsupportedError if no placement fits."""
         before = self.loaded_size()
         make_way(self.model)
         self.on_ranks(lambda target, cancelled: CONTROLLER.load(self.cp_config, target, executing_node(), cancelled))
@@ -243,7 +237,7 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
 
     def state_dict_for_saving(self, *args: Any, **kwargs: Any) -> Any:
         settle(self.model)
-        # ComfyUI patches weights when it writes them, but not in modules that say that theirs are.
+        # ComfyUI patches weights when it writes them, except in modules marked as patched.
         patched = {comfy.utils.get_attr(self.model, path_of(name)) for name in self.backup} if on_ranks(self.model) else set()
         for module in patched:
             module.comfy_patched_weights = True
@@ -269,20 +263,19 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         self._load_here(self.load_device, 1e32)
 
     def note_steps(self, steps: int) -> None:
-        """Say once per run in patches that warm-up is a large part of few steps."""
+        """Log once per run in patches that warm-up is a large part of few steps."""
         pipeline = self.cp_config.pipeline
         if pipeline is not None and pipeline.patches > 1 and 0 < steps <= FEW_STEPS and self.cp_run.number != self._noted_run:
             self._noted_run = self.cp_run.number
             log.info("CP PipeFusion: %d of %d steps are exact, so patches gain little", min(steps, pipeline.warmup_calls), steps)
 
     def call_workers(self, call: ModelCall) -> Any:
-        """Run a call of the transformer on all ranks."""
         comfy.model_management.throw_exception_if_processing_interrupted()
         return self.on_ranks(lambda target, cancelled: CONTROLLER.call(self.cp_config, target, call, executing_node(), cancelled))
 
     @reloading_changed_files()
     def on_ranks(self, run: Callable[[Target, Callable[[], bool]], Any], steps: int = 0) -> Any:
-        """Run something with the ranks' copy of the model. See `with_cancel`. Raises ChangedFileError: its file changed."""
+        """Run a function with the ranks' copy of the model. See `with_cancel`. Raises ChangedFileError if its file changed."""
         target = self.claim_target()
         with target.files.unchanged():
             return with_cancel(partial(run, target), steps)
@@ -300,7 +293,7 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
             self.patches = patches
 
     def claim_target(self) -> Target:
-        """Return what the ranks' copy must equal. From now on they keep it for as long as the model of this process is there."""
+        """Return the target for the ranks' copy. From now on they keep it for the lifetime of this process's model."""
         recipe, notes = recipe_of(self), notes_of(self.model)
         if notes.files is None or notes.files[0] is not recipe:
             notes.files = recipe, place_of(recipe.path, model_folders())[1], ModelFiles(recipe.files.items())
@@ -328,17 +321,16 @@ def path_of(weight: str) -> str:
 
 @cache
 def _over(cls: type[Any], plain: type[Any]) -> type[Any]:
-    """Return a class of patchers of ours over the class of the model's own patcher, which loads it on one device."""
+    """Return our class of patchers over the class of the model's patcher, which loads it on one device."""
     return cls if plain is comfy.model_patcher.ModelPatcher else type(cls.__name__, (cls, plain), {})
 
 
 def plain_class(cls: type[Any]) -> type[Any]:
-    """Return the class of patchers that a model has without us."""
+    """Return a model's class of patchers without context parallelism."""
     return next(base for base in cls.__mro__ if not issubclass(base, ContextParallelPatcher))
 
 
 def executing_node() -> Node | None:
-    """Return the node of the graph that runs in this thread."""
     context = get_executing_context()
     if context is None:
         return None
@@ -348,12 +340,8 @@ def executing_node() -> Node | None:
 
 
 def raise_or_warn(error: UnsupportedError, config: RuntimeConfig, instead: str, raised_by: str = "") -> None:
-    """Raise an error with which a run is refused, and record it in the status; or log a warning, as on_unsupported says.
-
-    Args:
-        instead: what happens where nothing is raised, for the log.
-        raised_by: the node that raises, in front of the error's text.
-    """
+    """Raise the error of a refused run, after `raised_by`, the node, and record it in the status; or log a warning with the action
+    `instead`, as on_unsupported says."""
     if config.on_unsupported == "error":
         error = UnsupportedError(f"{raised_by}: {error}") if raised_by else error
         CONTROLLER.journal.fail(error, executing_node())

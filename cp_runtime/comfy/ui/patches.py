@@ -1,5 +1,4 @@
-"""What other nodes put into the transformer, in the UI process: check that patches can be mirrored, and encode them; find out which
-attention function a node chose, from the override that it set."""
+"""Other nodes' patches of the transformer, in the UI process: checks and encoding; and the attention function that a node chose."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from ..shared.patches import MIRRORED, Patch, map_patches, name_of
 from .pack_nodes import display_name, made_by, name_in_pack, node_of
 from .pack_objects import encode_objects
 
-# Nodes whose patches cannot be mirrored, and why.
+# Nodes whose patches cannot be mirrored -> reason.
 REFUSED: Mapping[str, str] = {
     "HyperTile": "draws random tiles inside the model",
     "TomePatchModel": "draws random tokens inside the model",
@@ -48,7 +47,7 @@ class PatchSet:
 
     Args:
         encoded: their form in `transformer_options`: plain data and tensors; empty if there are none.
-        networks: networks that they refer to, by key.
+        networks: their networks, by key.
         mixes_batch: one of them needs all items of the batch.
     """
 
@@ -65,10 +64,10 @@ class PatchSet:
         patcher: Any = None,
         in_patches: bool = False,
     ) -> PatchSet:
-        """Take the patches out of `transformer_options`, and the object patches inside the transformer out of its patcher.
+        """Extract the patches from `transformer_options`, and the object patches inside the transformer from its patcher.
 
         Args:
-            model: the transformer that they patch.
+            model: the patched transformer.
             latent: the call's, for whose size patches encode their images; None = only check that they can be mirrored.
             patcher: of the model; None = it has no object patches.
             in_patches: the tokens pass through the stages of PipeFusion in several patches.
@@ -96,7 +95,7 @@ class PatchSet:
 
 
 def _check(where: str, patch: Any, model: nn.Module) -> Patch:
-    """Return how a patch is mirrored. Raise UnsupportedError if it cannot be."""
+    """Return the entry of a patch in MIRRORED. Raises UnsupportedError if there is none for it."""
     known = MIRRORED.get(name_of(patch))
     if known is None:
         reason = REFUSED.get(node_of(patch) or "", "the workers do not have that code")
@@ -119,7 +118,7 @@ def _check_plain(encoded: dict[str, Any], networks: Mapping[str, nn.Module]) -> 
 
 
 class _Encoder:
-    """Encodes patches, which may share objects: each becomes one entry of a list."""
+    """An encoder of patches. They may share objects: each becomes one entry of a list."""
 
     def __init__(self) -> None:
         self.entries: list[dict[str, Any]] = []
@@ -154,11 +153,8 @@ class _Encoder:
 
 
 def attention_of(options: Mapping[str, Any], device_type: str) -> str | None:
-    """Return the name of the chosen function (see `wire.attention_function`); None if no node did. `device_type`: of the ranks.
-
-    Raises:
-        UnsupportedError: the ranks do not have it, or the override is unknown.
-    """
+    """Return the name of a node's attention function (see `shared.attention`), or None. `device_type`: of the ranks. Raises
+    UnsupportedError if the ranks do not have it, or the override is unknown."""
     override = options.get(OVERRIDE)
     if override is None:
         return None
@@ -180,7 +176,7 @@ def attention_of(options: Mapping[str, Any], device_type: str) -> str | None:
 
 
 def _name_of(override: Any) -> str | None:
-    """Return the function's name, or None if it is unknown: an override that holds anything else has conditions of its own."""
+    """Return the function's name, or None if it is unknown: an override that holds anything else has separate conditions."""
     variable = OVERRIDES.get(name_in_pack(override))
     held = _held(override)
     if variable is None or set(held) != {variable}:

@@ -12,13 +12,13 @@ import comfy.utils
 from ...pool.worker_pool import CallCancelled
 from .runtime import CONTROLLER
 
-QUIET = 1.0  # seconds that loading takes before it is worth a bar; samplers count their steps with the same one
+QUIET = 1.0  # seconds of loading before it is worth a bar; samplers count their steps with the same one
 FULL = 100
 
 
 def with_cancel(run: Callable[[Callable[[], bool]], Any], steps: int = 0) -> Any:
-    """Run something on the workers that polls for Cancel; a cancelled command of the pool becomes ComfyUI's interrupt. `steps`: of
-    the call, shown with every poll; 0 = they are not known, or the caller counts them."""
+    """Run a function on the workers that polls for Cancel; a cancelled command of the pool becomes ComfyUI's interrupt. `steps`: of
+    the call, shown with every poll; 0 = unknown, or counted by the caller."""
     try:
         return run(WorkBar(steps).poll)
     except CallCancelled:
@@ -36,8 +36,7 @@ class WorkBar:
         self._shown: int | None = None  # percentage
 
     def poll(self) -> bool:
-        """Show how far the ranks are; a bar goes back to the start when no model is loaded any more. Return whether the user has
-        cancelled."""
+        """Show the ranks' progress; a bar returns to the start when loading ends. Return whether the user has cancelled."""
         if comfy.model_management.processing_interrupted():
             return True
         workers = CONTROLLER.workers

@@ -1,10 +1,10 @@
-"""The recipe of a model that this process has loaded, and notes for it from the moment when ComfyUI loads one.
+"""The recipe of a model that this process has loaded, and notes taken while ComfyUI loads it.
 
-The ranks load the same file later, perhaps hours later, and must find the same content. If the state of the file were noted only
-then, one that was replaced in between would be taken for the one that ComfyUI holds.
+The ranks load the same file later, perhaps hours later, and must find the same content. If its state were noted only then, a file
+replaced in between would pass for the one that ComfyUI holds.
 
 ComfyUI calls a function of a node pack (`cached_patcher_init`) itself, to make a copy of the model for another device. The ranks
-call it as well, if they have the same code and all that it was given is plain. For loaders that leave no recipe
+call it as well, if they have the same code and all its arguments are plain. For loaders that leave no recipe
 (`recipe.NODE_LOADERS`), the call of the node is noted.
 """
 
@@ -49,14 +49,13 @@ from .target import ModelNotes, notes_of
 
 VAE_REMEDY = "Use Load VAE or Load Checkpoint."
 NOTED = {**NODE_LOADERS, "VAELoader": NodeLoader("vae_name", "vae")}
-"""Nodes whose calls are noted, with the state of the file."""
 
 
 def watch_loaders() -> None:
     """Wrap ComfyUI's loaders of diffusion models. Call it once.
 
-    Nodes look them up in `comfy.sd` when they run, and a loader notes itself in `cached_patcher_init` by that name too. A pack that
-    imported a loader by name before this pack was loaded goes past the wrapper; `recipe_of` says what happens then.
+    Nodes look them up in `comfy.sd` when they run, and a loader registers itself in `cached_patcher_init` by that name too. A pack
+    that imported a loader by name before this pack was loaded bypasses the wrapper; `recipe_of` handles that.
     """
     for name in LOADERS:
         setattr(comfy.sd, name, _stamping(getattr(comfy.sd, name)))
@@ -79,7 +78,7 @@ def _stamping(loader: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _stamp(path: str) -> FileStamp:
-    with contextlib.suppress(MirrorError):  # a missing file is the loader's to report
+    with contextlib.suppress(MirrorError):  # the loader reports a missing file
         return file_stamp(path)
     return ()
 
@@ -92,7 +91,7 @@ class NodeCall:
         node: its id in NODE_LOADERS.
         cls, method: of the node.
         arguments: by position.
-        path: of the model file that it has loaded; "" = the node is not given its name as the table says.
+        path: of the loaded model file; "" = the node does not get its name as the table says.
     """
 
     node: str
@@ -102,7 +101,7 @@ class NodeCall:
     path: str
 
     def check(self, model: nn.Module) -> None:
-        """Raise MirrorError where the node or its model lacks what the table says, as in another version of its pack."""
+        """Raise MirrorError if the node or its model differs from the table, as in another version of its pack."""
         loader, classes = NODE_LOADERS[self.node], {type(module) for module in model.modules()}
         lacking = [setting for setting in loader.settings if not any(hasattr(cls, setting) for cls in classes)]
         if self.path and not lacking:
@@ -115,9 +114,7 @@ class NodeCall:
 
 
 def watch_node_loaders(prompt: Any) -> Any:
-    """Have the loaders among ComfyUI's nodes noted, and return `prompt` as it is: ComfyUI calls this before it queues one, when all
-    packs have been imported.
-    """
+    """Wrap the loaders among ComfyUI's nodes; return `prompt` unchanged. ComfyUI calls this, after imports, for every prompt."""
     nodes = getattr(sys.modules.get("nodes"), "NODE_CLASS_MAPPINGS", {})
     for name in NOTED:
         cls: Any = nodes.get(name)
@@ -150,11 +147,11 @@ def _noting(node: str, cls: type, method: str, load: Callable[..., Any]) -> Call
 
 
 def recipe_of(patcher: Any) -> Recipe:
-    """Return the recipe of the ModelPatcher of a diffusion model or a VAE. It is read once per model, and again once another loader
-    has made the model.
+    """Return the recipe of the ModelPatcher of a diffusion model or a VAE. It is read once per model, and again after another
+    loader has made the model.
 
-    Where no stamp was taken when the file was loaded, as by a pack that imported a loader by name, its present state is taken; then
-    only the comparison of weights (`target.Target.verify`) notices that the file was replaced in between.
+    If no stamp was taken when the file was loaded, as with a pack that imported a loader by name, the file's present state is
+    taken; then only the comparison of weights (`target.Target.verify`) notices a replacement in between.
 
     Raises:
         MirrorError: its loader left none, or one that workers do not follow; or the file changed while ComfyUI loaded it.
@@ -222,12 +219,12 @@ def _of_vae(model: Any, init: Any, notes: ModelNotes) -> Recipe:
 
 
 def _loader_name(function: Any, names: Sequence[str]) -> str | None:
-    """Return the name, of these, by which ComfyUI knows a loader; None for another function."""
+    """Return ComfyUI's name for a loader, of these; None for another function."""
     return next((name for name in names if getattr(comfy.sd, name) is function), None)
 
 
 def _stamp_of(path: str, notes: ModelNotes) -> FileStamp:
-    """Return the state of a model's file as ComfyUI loaded it. Raises MirrorError when it changed meanwhile."""
+    """Return the state of a model's file as ComfyUI loaded it. Raises MirrorError if it changed meanwhile."""
     before, after = notes.stamps or (file_stamp(path),) * 2
     if before != after:
         raise MirrorError(
@@ -238,11 +235,8 @@ def _stamp_of(path: str, notes: ModelNotes) -> FileStamp:
 
 
 def factory_recipe(init: tuple[Any, ...]) -> Recipe:
-    """Return the recipe, given a model's `cached_patcher_init`.
-
-    Raises:
-        MirrorError: the workers cannot call that function, or its file is not the one that this process has imported.
-    """
+    """Return the recipe, given a model's `cached_patcher_init`. Raises MirrorError if the workers cannot call that function, or its
+    file has changed since this process imported it."""
     function, given = init[0], init[1]
     name = getattr(function, "__qualname__", type(function).__name__)
     module = getattr(function, "__module__", None) or ""
@@ -260,11 +254,7 @@ def factory_recipe(init: tuple[Any, ...]) -> Recipe:
 
 
 def node_recipe(call: NodeCall, stamp: FileStamp) -> Recipe:
-    """Return the recipe of a model that a node in NODE_LOADERS has loaded. `stamp`: of its file.
-
-    Raises:
-        MirrorError: as for `factory_recipe`.
-    """
+    """Return the recipe of a model loaded by a node in NODE_LOADERS. `stamp`: of its file. Raises like `factory_recipe`."""
     name = f"{call.cls.__qualname__}.{call.method}"
     named = f"the workers cannot repeat the node {call.node}, which is {call.cls.__module__}.{name}"
     if getattr(sys.modules.get(call.cls.__module__), call.cls.__qualname__, None) is not call.cls:
@@ -311,8 +301,7 @@ def _without_devices(argument: Any) -> Any:
 
 
 def _sources_of(pack: str) -> list[str]:
-    """Return the files of a pack, a file or a folder, that this process has imported. Raises MirrorError where one has changed
-    since."""
+    """Return the imported files of a pack, a file or a folder. Raises MirrorError if one has changed since."""
     found = []
     for module in list(sys.modules.values()):
         file = os.path.abspath(getattr(module, "__file__", None) or "")

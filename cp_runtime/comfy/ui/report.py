@@ -1,4 +1,4 @@
-"""The report of CP Sampler on a run; for people, as text, and as bars that show where each rank spent its time."""
+"""The report of CP Sampler on a run; for people, as text, and as bars with each rank's times."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ WIDTH, MARGIN, LABEL = 640, 20, 150  # pixels: nodes show it a third smaller
 BAR, GAP, LINE = 32, 12, 28
 ROOM = WIDTH - 2 * MARGIN
 TEXT, HEADLINE = 20, 28
-BARS = 32  # ranks that are drawn
+BARS = 32  # ranks in the picture
 DESCRIBED = 8  # ranks that get a line in the picture; the text has all
 COLOURS = {"compute": "#3b82f6", "communication": "#f59e0b", "wait": "#9ca3af"}
-PAPER, INK = "#1f2937", "#f9fafb"  # to be read on a light page and on a dark one
+PAPER, INK = "#1f2937", "#f9fafb"  # legible on a light page and on a dark one
 INK_IN_BARS = "#111827"
 LONGEST = 1 << 20  # characters of a report
 HOW_TO_MEASURE = "To compare with one device, press Measure in the panel Context Parallel, or run once on one GPU."
@@ -42,14 +42,14 @@ HOW_TO_MEASURE = "To compare with one device, press Measure in the panel Context
 def run_with_report(
     model: Any, config: RuntimeConfig | None, steps: int, sample: Callable[[Any], Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """Apply `config` to `model` (or keep what it has), run `sample(model)`, return its result and the report."""
+    """Apply `config` to `model` (or keep its own), run `sample(model)`, return its result and the report."""
     journal = CONTROLLER.journal
     check_type(model)
     if config is not None:
         model = apply_to_model(model, config)
     if not isinstance(model, ContextParallelPatcher):
         model = timed(model.clone())
-    journal.run = RunStats(None)  # there may be nothing to sample
+    journal.run = RunStats(None)  # there may be no sampling
     began = time.monotonic()
     result = sample(model)
     ended = time.monotonic()
@@ -62,13 +62,13 @@ def run_with_report(
         "steps": steps,
         "calls": run.calls,
         "seconds": round(ended - began, 4),
-        # Both without the first call, which may load or warm something up, if there are more.
+        # Both without the first call, which may include loading or warm-up, if there are more.
         "seconds_per_step": round((ended - began if per_call is None else per_call * run.calls) / steps, 4),
         "seconds_per_call": _rounded(per_call),
     }
     if isinstance(model, ContextParallelPatcher) and not model.cp_local and run.last is not None and speed is not None:
         report |= {
-            # Of the same model and sizes, where they ran on one device: by world_size 1, by choice, or to be measured.
+            # Of the same model and sizes on one device: by world_size 1, by choice, or measured.
             "seconds_per_call_on_one_device": _rounded(speed.on_one_device),
             "speedup": None if speed.times is None else round(speed.times, 2),
             **_of_ranks(model, run, run.last),
@@ -77,7 +77,7 @@ def run_with_report(
 
 
 def axes(degrees: Mapping[str, float], at_work: float | None) -> str:
-    """Put the mesh of a call into words. `degrees`: a rank's, by axis. `at_work`: ranks that shared the call; None = not known."""
+    """Put the mesh of a call into words. `degrees`: a rank's, by axis. `at_work`: ranks that shared the call; None = unknown."""
     named = " × ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)
     return named or ("one at work" if at_work in (None, 1) else f"{at_work} at work")
 
@@ -91,16 +91,16 @@ def _of_ranks(model: ContextParallelPatcher, run: RunStats, last: CallRecord) ->
         "devices": list(config.devices),
         "degrees": degrees,
         "at_work": last.at_work,
-        # Of the last call: ranks at work, and what the other number of ranks would take. None where all had to take part.
+        # Of the last call: ranks at work, and the time of the best other number of ranks. None where all had to take part.
         "choice": None if last.choice is None else {**last.choice, "words": in_words(last.choice)},
         "shares": list(CONTROLLER.workers.pool.shares) if CONTROLLER.workers is not None else [],
-        # Of a result from that on one device, in standard deviations, root mean square; None where it was not measured.
+        # Of a result from that on one device, in standard deviations, root mean square; None if unmeasured.
         "exchange": {"mode": config.sequence.exchange, "difference_from_one_device": run.difference},
         "rotate_method": config.sequence.rotate_method if degrees["ring"] > 1 else None,
         "family": plan_for(model.model.diffusion_model).family,
         "weights": _weights(model, last),
         "pipeline": _pipeline(model.cp_config, run, last),
-        # Of the last call: kinds of compiled blocks, those that are not and why, and what rank 0 has compiled since it started.
+        # Of the last call: kinds of compiled blocks, uncompiled ones with reasons, and rank 0's compilations since its start.
         "compiled": {"kinds": compiled.kinds, "left": compiled.left, **compiled.counts},
         "cuda_graphs": _graphs(config, run, last),
         "communication_share": round(run.waiting_share, 4),
@@ -127,7 +127,7 @@ def _of_ranks(model: ContextParallelPatcher, run: RunStats, last: CallRecord) ->
 
 
 def _weights(model: ContextParallelPatcher, last: CallRecord) -> dict[str, Any] | None:
-    """Return where the ranks keep the weights; None where the ranks have been lost since."""
+    """Return the placement of the weights; None if the ranks have been lost since."""
     resident = CONTROLLER.resident(notes_of(model.model).key)
     if resident is None:
         return None
@@ -141,7 +141,7 @@ def _weights(model: ContextParallelPatcher, last: CallRecord) -> dict[str, Any] 
 
 
 def _pipeline(config: RuntimeConfig, run: RunStats, last: CallRecord) -> dict[str, Any] | None:
-    """Return how the last call passed through stages, and how many calls of the run were exact; None where there are none."""
+    """Return how the last call passed through stages, and the number of exact calls in the run; None without stages."""
     staged = [report.outcome.staged for report in last.reports if report.outcome.staged is not None]
     if not staged:
         return None
@@ -152,7 +152,7 @@ def _pipeline(config: RuntimeConfig, run: RunStats, last: CallRecord) -> dict[st
         "warmup_calls": settings.warmup_calls,
         "exact_calls": run.done + (run.done < run.calls) - run.patched,
         "approximate_calls": run.patched,
-        "difference_from_exact": run.difference,  # of the call that Measure looked at
+        "difference_from_exact": run.difference,  # of the call that Measure repeated
         "bubble": round(settings.bubble(staged[0].runs), 4),
         "bytes_sent": [report.bytes.get("send", 0) for report in last.reports],
         "stage_of_rank": [each.stage for each in staged],
@@ -161,7 +161,7 @@ def _pipeline(config: RuntimeConfig, run: RunStats, last: CallRecord) -> dict[st
 
 
 def _graphs(config: RuntimeConfig, run: RunStats, last: CallRecord) -> dict[str, Any] | None:
-    """Return how many calls were replayed, and of the last call why it was not; None where the config does not ask for it."""
+    """Return the number of replayed calls, and why the last one was not; None unless the config asks for graphs."""
     if not config.cuda_graphs:
         return None
     why = "" if last.graphs == REPLAYED else last.graphs
@@ -174,7 +174,7 @@ def _rounded(seconds: float | None) -> float | None:
 
 
 def shown(text: str) -> tuple[str, Tensor]:
-    """Return the summary of a report of CP Sampler, and its picture. Raises ConfigError: it is no report."""
+    """Return the summary and the picture of a report of CP Sampler. Raises ConfigError for anything else."""
     try:
         if len(text) > LONGEST:
             raise ValueError
@@ -270,7 +270,7 @@ def _wrap(text: str, font: Any) -> list[str]:
 
 
 def _fit(text: str, font: Any, width: int) -> str:
-    """Return the text, cut at the end if there is no room for all of it."""
+    """Return the text, cut at the end if it is too long."""
     if len(text) <= width and font.getlength(text) <= width:
         return text
     # A character is at least a pixel wide.

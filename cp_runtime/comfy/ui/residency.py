@@ -1,22 +1,22 @@
-"""Devices that ranks share with this process: neither side can use memory that the other holds there, or see whose it is.
+"""Devices that ranks share with this process: neither side can use the other's memory there, or see whose it is.
 
-| This process holds | given back |
+| Memory of this process | freed by |
 |---|---|
-| what DynamicVRAM has of a model, left by a run without context parallelism | `make_way`, before the ranks load the model |
+| DynamicVRAM's pages of a model, left by a run without context parallelism | `make_way`, before the ranks load the model |
 | the model itself, with --highvram and --gpu-only | `make_way` |
-| what torch keeps of freed memory | `make_way` |
-| models that do not sample now | ComfyUI's own memory manager, or `free_for_ranks` once a rank has run out of memory |
+| torch's cache of freed memory | `make_way` |
+| models that do not sample now | ComfyUI's own memory manager, or `free_for_ranks` after a rank has run out of memory |
 
-| The ranks hold | given back |
+| Memory of the ranks | freed by |
 |---|---|
 | a model that is loaded without them | `stock_loads`, before ComfyUI loads it |
-| what torch keeps of freed memory | `stock_loads`, before ComfyUI's memory manager looks at the device |
+| torch's cache of freed memory | `stock_loads`, before ComfyUI's memory manager looks at the device |
 | a model while ComfyUI loads another one | that memory manager, which sees an ordinary model (`patcher`), until its next call |
 | all models, with `/free` | `stock_loads` |
 
-With DynamicVRAM the weights stay as they are in the mapped file, which cannot be written to, and get the model's dtype where they
-are used. A module knows its place among the pages of a device (`_v`) and which state of these it has filled (`_v_signature`);
-copies of its weights are in pinned memory of the host. ComfyUI makes all of it again when it reloads the model.
+With DynamicVRAM the weights stay as they are in the mapped file, which cannot be written to, and get the model's dtype on use. A
+module stores the address of its pages on a device (`_v`) and the state with which it has filled them (`_v_signature`); copies of
+its weights are in pinned memory of the host. ComfyUI makes all of it again when it reloads the model.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ EVERYTHING = 1e32
 
 
 def give_back(model: Any) -> bool:
-    """Give back what DynamicVRAM holds of a model: pages of devices, and copies in pinned memory. Returns whether it held pages.
+    """Free DynamicVRAM's memory for a model: pages of devices, and copies in pinned memory. Return whether it held pages.
 
-    Modules forget their pages as well. What is in them may have weight patches in it, and ComfyUI would no longer know which.
+    Modules forget their pages as well. They may contain weight patches, and ComfyUI would no longer know which.
     """
     for device in vars(model).get("dynamic_pins", {}):
         owner = SimpleNamespace(model=model, load_device=device)
@@ -57,7 +57,7 @@ def give_back(model: Any) -> bool:
 
 
 def convert(model: Any) -> None:
-    """Give the weights of a model the dtype that they are to be used in: what computes without DynamicVRAM does not do so."""
+    """Convert the weights of a model to its dtype: computing without DynamicVRAM does not do so."""
     for module in model.modules():
         slots = parameter_slots(module)
         for name, weight in {} if stays_as_in_file(module, slots.values()) else slots.items():
@@ -66,7 +66,7 @@ def convert(model: Any) -> None:
 
 
 def patcher_over(plain: Any) -> Any:
-    """Return a patcher of the kind that ComfyUI makes for this model: a dynamic one where DynamicVRAM has loaded it."""
+    """Return a patcher of ComfyUI's kind for this model: a dynamic one where DynamicVRAM has loaded it."""
     if not is_dynamic(plain.model):
         return plain
     kind = comfy.model_patcher.ModelPatcherDynamic
@@ -76,7 +76,7 @@ def patcher_over(plain: Any) -> Any:
 
 
 def make_way(model: Any) -> None:
-    """Give back what this process holds of a `BaseModel` or a VAE on any device, and what torch keeps there of freed memory.
+    """Free this process's memory for a `BaseModel` or a VAE on all devices, and torch's cache there.
 
     Its weights stay valid, in host memory: where they are not the pages of the file, with --highvram, they are copied there.
     """
@@ -87,7 +87,7 @@ def make_way(model: Any) -> None:
 
 
 def free_for_ranks(devices: Iterable[str]) -> None:
-    """Have ComfyUI unload what it does not sample with, from devices (torch's names), and give back what torch keeps there."""
+    """Make ComfyUI unload idle models from devices (torch's names), and free torch's cache there."""
     models = comfy.model_management.current_loaded_models
     in_use = [loaded for loaded in models if loaded.currently_used]
     # ComfyUI asks a device how much is free. If this process has not used the device yet, that takes memory for a context.

@@ -1,5 +1,4 @@
-"""What the panel gets from ComfyUI's own server: routes, under its rules about origins and with no port of our own; and events over
-its websocket, whenever what the workers are doing changes."""
+"""The panel's routes on ComfyUI's own server, under its rules about origins; and events when the workers' state changes."""
 
 from __future__ import annotations
 
@@ -23,16 +22,15 @@ from .status import ending, node_text, status
 log = logging.getLogger("context_parallel")
 
 EVENT = "context_parallel.status"
-LOOK = 1.0  # seconds between two looks: a rank that has died and a prompt without workers tell nobody
+LOOK = 1.0  # seconds between two polls: a dead rank and a prompt without workers cause no notification
 PAUSE = 0.2  # seconds at least between two events
 GRAIN = 16 << 20  # bytes; less is not worth an event
 SAMPLING = ("ApplyContextParallel", "CPSampler")
-"""Nodes of this pack without which a prompt samples without it."""
+"""Nodes of this pack; a prompt without them samples without it."""
 BYPASSED = "without Context Parallel in this run"
 
 
 def add_routes(server: Any) -> None:
-    """Add them to ComfyUI's `PromptServer`; ComfyUI serves each under `/api` as well."""
     routes: web.RouteTableDef = server.routes
 
     async def answer(code: int = 200, **more: Any) -> web.Response:
@@ -53,13 +51,13 @@ def add_routes(server: Any) -> None:
 
     @routes.post("/context_parallel/measure")
     async def post_measure(_: web.Request) -> web.Response:
-        """Have the next run repeat one call on one device, to compare with: `{"status": {…}}`. Its result stays the same."""
+        """Make the next run repeat one call on one device, for comparison: `{"status": {…}}`. Its result stays the same."""
         CONTROLLER.journal.measure()
         return await answer()
 
     @routes.delete("/context_parallel/measure")
     async def delete_measure(_: web.Request) -> web.Response:
-        """Have it measure nothing, or stop: `{"status": {…}}`. The run goes on."""
+        """Cancel the measurement of the next run or the current one: `{"status": {…}}`. The run goes on."""
         CONTROLLER.journal.cancel_measuring()
         return await answer()
 
@@ -70,7 +68,7 @@ def add_routes(server: Any) -> None:
 
     @routes.post("/context_parallel/settings")
     async def post_settings(request: web.Request) -> web.Response:
-        """Keep what the panel's switches say, see `prefer`: `{"error": …, "status": {…}}`; 400 where it is wrong."""
+        """Store the settings of the panel's switches, see `prefer`: `{"error": …, "status": {…}}`; 400 for invalid ones."""
         try:
             await asyncio.to_thread(prefer, await _asked(request))
         except ContextParallelError as error:
@@ -86,8 +84,8 @@ def add_routes(server: Any) -> None:
 
     @routes.post("/context_parallel/machines")
     async def post_machines(request: web.Request) -> web.Response:
-        """`{"add": "address:port"}` listens there and answers with the code for the other machine; `{"remove": name}` sends one
-        away, and with the last one stops listening. 400 where that fails: `{"error": …}`."""
+        """`{"add": "address:port"}` listens there and answers with the code for the other machine; `{"remove": name}` removes one,
+        and with the last one stops listening. 400 where that fails: `{"error": …}`."""
         try:
             asked = await _asked(request)
             if asked.keys() not in ({"add"}, {"remove"}) or not all(isinstance(value, str) for value in asked.values()):
@@ -101,7 +99,7 @@ def add_routes(server: Any) -> None:
 
 
 async def _asked(request: web.Request) -> dict[str, Any]:
-    """Return the JSON object in a request's body. Raises ConfigError: there is none."""
+    """Return the JSON object in a request's body. Raises ConfigError if there is none."""
     found: Any = await request.read()
     with contextlib.suppress(ValueError, RecursionError):
         found = json.loads(found)
@@ -111,9 +109,8 @@ async def _asked(request: web.Request) -> dict[str, Any]:
 
 
 def start_events(server: Any) -> None:
-    """Send what `status` returns as `EVENT` to every client of ComfyUI's `PromptServer`, and what happens now as text in the node
-    that waits for it, to the client that queued it. Where its prompt fails there or is cancelled, the text says so. Nothing is sent
-    while there are no workers."""
+    """Send the `status` as `EVENT` to every client of ComfyUI's `PromptServer`, and the current activity as text to the waiting
+    node, for the client that queued it. If its prompt fails or is cancelled, the text says so. Without workers, nothing is sent."""
 
     def run() -> None:
         events = Events(server)
@@ -154,8 +151,7 @@ class Events:
         if node not in (None, before[0]):
             self._user = node, self._server.client_id
         for user, client in (before, self._user):
-            # The browser leaves a text where it is, and takes no empty one.
-            # One that is followed at once by another says how it ended, too.
+            # The browser leaves a text unchanged, and accepts no empty one.
             self._say(ending(self._server, user) or (now["activity"] if user == node else node_text(user)), user, client)
 
     def _look_at_the_prompt(self) -> None:
@@ -164,7 +160,7 @@ class Events:
         if newest is None or newest[0] == self._prompt:
             return
         self._prompt, graph = newest
-        # A link to a model, of whatever sampler or guider.
+        # A link to a model, of any sampler or guider.
         samples = any(isinstance(each["inputs"].get("model"), list) for each in graph.values())
         if not samples or any(each["class_type"] in SAMPLING for each in graph.values()):
             return
@@ -180,7 +176,6 @@ class Events:
 
 
 def newest_prompt(server: Any) -> tuple[str, dict[str, Any]] | None:
-    """Return id and graph of the prompt that runs now, or ran last."""
     queue = server.prompt_queue
     with queue.mutex:
         last = next(reversed(queue.history.values()), {"prompt": None})["prompt"]

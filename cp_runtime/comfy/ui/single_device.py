@@ -1,4 +1,4 @@
-"""Reasons why a machine has nothing to share a model out to: panel, node and log all give this answer."""
+"""Reasons why a machine cannot share a model out: panel, node and log all give this answer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WORDS = {
     "all_hidden": "No GPU visible. {variable} is {value}: name the GPUs there.",
     "none": "No GPU visible. If the computer has some, its driver does not show them: look at nvidia-smi -L.",
 }
-"""What there is to say, by case. The panel says it in other languages as well."""
+"""Texts by case. The panel has them in other languages as well."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class SingleDeviceReason:
     """One device computes, whatever the settings ask for; or CPUs do."""
 
     case: str  # key of WORDS
-    # variable, value: that hide devices, where some do
+    # variable, value: of the environment, where it hides devices
     variable: str = ""
     value: str = ""
 
@@ -39,7 +39,7 @@ class SingleDeviceReason:
 
     @property
     def described(self) -> dict[str, Any]:
-        """The reason for the browser: in words, and what they are made of."""
+        """The reason for the browser: in words, and their parts."""
         return {**asdict(self), "words": self.words}
 
 
@@ -62,12 +62,7 @@ def single_device_reason(
 def why_no_gpu(
     inventory: DeviceInventory, flag: bool, built: bool, environment: Mapping[str, str] = os.environ
 ) -> SingleDeviceReason | None:
-    """Return why ranks are CPU processes; None = there are accelerators.
-
-    Args:
-        flag: ComfyUI was started with --cpu.
-        built: torch has support for GPUs.
-    """
+    """Return why ranks are CPU processes; None = there are accelerators. `flag`: --cpu was given; `built`: torch supports GPUs."""
     if inventory.type != "cpu":
         return None
     if flag or not built:

@@ -18,25 +18,25 @@ from .report import axes
 from .runtime import CONTROLLER, nothing_to_share
 
 LINGER = 1.0
-"""Seconds. Between two commands of a prompt the ranks have nothing to do for a moment: a state lasts that much longer, within the
-prompt."""
+"""Seconds that a state outlasts a command within a prompt. Between two commands the ranks are idle for a moment."""
 
 STATES = {"start": "starting", "load": "loading", "attach_network": "loading", "call": "computing"}
-"""State by command. The others take no time: the ranks stay in the state that they are in."""
+"""State by command. The others take no time: the ranks keep their state."""
 
 UNFINISHED = {"execution_error": "failed", "execution_interrupted": "cancelled"}
-"""How a prompt did not reach its end, by the message that ComfyUI keeps in its history."""
+"""Outcome of an unfinished prompt, by the message in ComfyUI's history."""
 
 
 def status(server: Any) -> dict[str, Any]:
     """Return the state of the pool and of every rank as plain data: see docs/failures.md. `server`: ComfyUI's `PromptServer`.
 
-    A rank is "starting", "loading", "computing", "idle", "silent" (no sign of life, see SILENT), "gone" (nobody has asked for it
-    since), "failed" or "ended" (with the one that failed). Times are seconds, memory is bytes: `host` is resident now, `device` the
-    peak of the last call. Anyone who reaches ComfyUI's port can read it: it holds no paths and no tracebacks.
+    A rank is "starting", "loading", "computing", "idle", "silent" (no sign of life, see SILENT), "gone" (its process has vanished,
+    but no command has noticed yet), "failed" or "ended" (with the one that failed). Times are seconds, memory is bytes: `host` is
+    resident now, `device` the peak of the last call. Anyone who reaches ComfyUI's port can read it: it holds no paths and no
+    tracebacks.
     """
     workers, journal, alone = CONTROLLER.workers, CONTROLLER.journal, nothing_to_share()
-    speed = _speed(journal)  # read once: no two figures of a status are of different moments
+    speed = _speed(journal)  # read once, so that all figures of a status are of the same moment
     found: dict[str, Any] = {
         "state": "off", "activity": "" if alone is None else alone.words, "starting": None, "loading": None, "compiling": False,
         "world_size": 0, "backend": None, "peer_to_peer": None, "fallback": "", "models": [], "weights": {}, "memory": {},
@@ -48,12 +48,12 @@ def status(server: Any) -> dict[str, Any]:
     if workers is None:
         return found
     pool, last = workers.pool, journal.run.last
-    loading, waiting = workers.loading, pool.waiting_for  # read once: state and words are to agree
+    loading, waiting = workers.loading, pool.waiting_for  # read once, so that state and words agree
     # Of the last sampling run, if these ranks computed it.
     record = last if last is not None and last.pids == pool.pids else None
     vae = workers.last_vae_call
     work = _work(server, pool) if loading is None else "loading"
-    # One that has reported is done, while others are not; at the start it waits for them.
+    # A rank that has reported is done, while others are not; at the start it waits for them.
     done = set(range(pool.world_size)).difference(waiting) if waiting and work != "starting" else ()
     ranks = [_rank(workers, record, rank, "idle" if rank in done else work) for rank in range(len(pool.processes))]
     sampling = work == "computing" and workers.sampling
@@ -63,7 +63,7 @@ def status(server: Any) -> dict[str, Any]:
         "starting": None
         if pool.command != "start"
         else {"since": pool.since, "stage": pool.stage, "last_took": workers.last_start},
-        # Finer, the part would be news too often.
+        # Rounded: a finer part would cause events too often.
         "loading": loading and {"model": loading[0], "part": None if loading[1] is None else round(loading[1], 2)},
         "compiling": bool(_compiling(pool)),
         "world_size": pool.world_size,
@@ -81,7 +81,7 @@ def status(server: Any) -> dict[str, Any]:
 
 
 def _activity(workers: Workers, loading: tuple[str, float | None] | None) -> str:
-    """Return in words what the workers do at the moment, or did last."""
+    """Return the current or last activity of the workers, in words."""
     pool = workers.pool
     waiting = pool.waiting_for
     if pool.command == "start":
@@ -96,12 +96,12 @@ def _activity(workers: Workers, loading: tuple[str, float | None] | None) -> str
         return "measuring a call on one device…"
     record = workers.last_call
     if record is None or record.node != CONTROLLER.journal.node or not pool.alive:
-        return ""  # what another node did says nothing about this one
+        return ""  # another node's activity does not concern this one
     return _in_words(record, pool.world_size)
 
 
 def node_text(node: Node | None) -> str:
-    """Return what the last sampling run took, in words, if it was that of a node; else an empty text."""
+    """Return the times of the last sampling run, in words, if it was this node's; else an empty text."""
     workers, record = CONTROLLER.workers, CONTROLLER.journal.run.last
     if workers is None or record is None or record.node != node:
         return ""
@@ -112,7 +112,7 @@ def _in_words(record: CallRecord, world_size: int) -> str:
     outcome, speed = record.reports[0].outcome, CONTROLLER.journal.speed
     ranks = f"{world_size} ranks ({axes(outcome.degrees, outcome.at_work)})"
     if record.choice is not None and record.choice["ranks"] < world_size:
-        ranks = in_words(record.choice)  # else it looks as if the others did not work
+        ranks = in_words(record.choice)  # otherwise the others would seem idle
     if speed is None or record is not CONTROLLER.journal.run.last:  # of a VAE
         return f"{ranks}, {record.seconds:.3g} s per call"
     return f"{speed.words} · {speed.per_call or record.seconds:.3g} s per call · {ranks}"
@@ -123,8 +123,7 @@ def _compiling(pool: WorkerPool) -> list[int]:
 
 
 def ending(server: Any, node: Node | None) -> str | None:
-    """Return how the prompt of a node ended before the node did: "failed" or "cancelled"; empty where the node was done, None while
-    it runs."""
+    """Return how a node's prompt ended before the node: "failed", "cancelled", "" if the node was done, None if it runs."""
     entry = None if node is None else server.prompt_queue.history.get(node.prompt_id)
     if node is None or entry is None:
         return None
@@ -140,7 +139,7 @@ def _speed(journal: Journal) -> dict[str, Any] | None:
         return None
     return {
         "times": speed and speed.times,
-        # Alike for both, so that they can be compared: with what the sampler does between two calls.
+        # Alike for both, so that they can be compared: with the sampler's time between two calls.
         "seconds_per_call": speed and speed.per_call,
         "seconds_per_call_on_one_device": speed and speed.on_one_device,
         "difference_from_one_device": journal.run.difference,
@@ -177,7 +176,7 @@ def _described(record: CallRecord) -> dict[str, Any]:
 
 
 def _work(server: Any, pool: WorkerPool) -> str:
-    """Return the state of ranks that are well."""
+    """Return the state of healthy ranks."""
     node = CONTROLLER.journal.node
     recent = node is not None and ending(server, node) is None and time.monotonic() - pool.last_command_ended < LINGER
     return STATES.get(pool.command) or STATES.get(pool.last_command if recent else "", "idle")
@@ -201,11 +200,11 @@ def _rank(workers: Workers, record: CallRecord | None, rank: int, state: str) ->
     culprit = failure is not None and failure.rank == rank
     if kernel in ("gone", "zombie", "dead"):
         state = "gone"
-        if not pool.alive and pool.command != "start":  # somebody has noticed, and ended the others
+        if not pool.alive and pool.command != "start":  # it was noticed, and the others ended
             state = "failed" if culprit else "ended"
     elif since is not None and since > SILENT:
         state = "silent"
-    # What a rank has of a sequence is of the sampling run; what it held, and whether it was left out, of the last call of its kind.
+    # A rank's part of a sequence is of the sampling run; its memory, and whether it idled, of the last call of its kind.
     last = workers.last_call
     host = host_bytes(pid)
     if pool.config.machines[rank]:  # its process id is another machine's

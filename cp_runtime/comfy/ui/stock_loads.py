@@ -1,4 +1,4 @@
-"""Device memory that ranks give back when this process loads or frees something on the same device: see `residency`."""
+"""Device memory that ranks free when this process loads or frees a model on the same device: see `residency`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .runtime import CONTROLLER
 from .target import notes_of
 
 EVERYTHING = 1e30
-"""Bytes that ComfyUI asks for when it means all that a device has, as for `/free`."""
+"""Bytes that ComfyUI asks for when it means the whole device, as for `/free`."""
 
 
 def watch_stock_loads() -> None:
@@ -53,7 +53,7 @@ def _drop_from_ranks(patcher: Any) -> None:
 
 
 def _drop_all_but(kept: Sequence[Any], device: torch.device) -> None:
-    """Have the ranks drop what they hold, when this process frees the device that it books their models on."""
+    """Make the ranks drop their models, when this process frees the device to which it books them."""
     workers = CONTROLLER.workers
     if workers is not None and device == comfy.model_management.get_torch_device():
         used = {notes_of(loaded.model.model).key for loaded in kept if isinstance(loaded.model, ContextParallelPatcher)}

@@ -1,4 +1,4 @@
-"""A model as the UI process has it: notes on it, and the check that every rank has the same one."""
+"""A model of the UI process: notes on it, and the check that every rank has the same one."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 
 ATTRIBUTE = "context_parallel_notes"
 ON_RANKS = "context_parallel_on_ranks"
-"""In the place of the id of the weight patches that are in a model (`current_weight_patches_uuid`): its weights are on the ranks.
-Whichever of ComfyUI's patchers loads the model then, takes this for another state of the weights and puts its own one there."""
+"""Stands for the id of the weight patches in a model (`current_weight_patches_uuid`): its weights are on the ranks. Any patcher of
+ComfyUI that loads the model then takes this for another state of the weights and replaces it."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """A diffusion model or a VAE as the UI process has it: what the workers' mirror must equal. A `ModelState` of the controller.
+    """A diffusion model or a VAE of the UI process, which the workers' mirror must equal. A `ModelState` of the controller.
 
     Args:
         name: of its file, as ComfyUI's loaders show it.
         files: of the recipe, open.
         call_memory: bytes that ComfyUI expects a call to take on one device.
-        encode: makes plain data and tensors of weight patches. Raises MirrorError: one cannot be sent.
+        encode: makes plain data and tensors of weight patches. Raises MirrorError if one cannot be sent.
     """
 
     patcher: Any
@@ -122,7 +122,7 @@ class Target:
     def comparable_weights(self) -> Mapping[str, str]:
         """Return `sample_weights` of the weights that are in this process as they were loaded; of none while weight patches are in.
 
-        It takes about 50 µs per weight. The kernel maps 64 KB of the file around each sample: they are given back.
+        It takes about 50 µs per weight. The kernel maps 64 KB of the file around each sample: they are released.
         """
         patcher, network = self.patcher, network_of(self.patcher.model)
         if patcher.model.current_weight_patches_uuid not in (None, ON_RANKS):
@@ -139,11 +139,11 @@ class ModelNotes:
     """Notes on a `BaseModel`.
 
     Args:
-        stamps: of its file, before and after ComfyUI loaded it; None = no loader that `recipes` watches did.
+        stamps: of its file, before and after ComfyUI loaded it; None = by no loader that `recipes` watches.
         call: of the node that loaded it, if its loader leaves no recipe.
         recipe: the `cached_patcher_init` that the recipe was read from, and the recipe.
         key: of the recipe, once the controller counts this model as a user of it.
-        files: the recipe that the ranks have loaded it by, or are to; the name of its file, and its files.
+        files: the recipe that the ranks have loaded it by, or will; the name of its file, and its files.
         local: it runs in this process on one device, although the graph has ranks for it.
         shares_file: whether its plain weights are the pages of its file.
         demand: of its weights alone.
@@ -169,5 +169,5 @@ def notes_of(model: Any) -> ModelNotes:
 
 
 def on_ranks(model: Any) -> bool:
-    """Return whether the weights of a `BaseModel` are on the ranks, so that nothing of it may be computed here."""
+    """Return whether the weights of a `BaseModel` are on the ranks, so that it must not compute here."""
     return bool(model.current_weight_patches_uuid == ON_RANKS)

@@ -1,8 +1,8 @@
 """A VAE that decodes and encodes on all ranks. The rest is ComfyUI's own: cropping, scaling, batches, tiles.
 
 ComfyUI's `VAE` calls two methods of its network. A shallow copy of it gets a network that sends those calls to the ranks. In mode
-*exact* the ranks share the rows of every picture. In mode *tiles* ComfyUI's tiled decode runs twice: once to find out which tiles
-there are, which the ranks then decode side by side, and once to blend the results in its own order.
+*exact* the ranks share the rows of every picture. In mode *tiles* ComfyUI's tiled decode runs twice: once to list the tiles, which
+the ranks then decode side by side, and once to blend the results in its own order.
 """
 
 from __future__ import annotations
@@ -116,10 +116,10 @@ def _obstacles(vae: Any) -> Iterator[str]:
 
 
 class RankedVAE:
-    """A VAE of ComfyUI and the ranks that run it."""
+    """A VAE of ComfyUI and its ranks."""
 
     def __init__(self, vae: Any, config: RuntimeConfig) -> None:
-        # Whole, as it is small compared with what it computes.
+        # Whole, as it is small compared with its activations.
         self.vae, config = vae, replace(config, weights=WHOLE, memory_per_rank=0.0, pipeline=None)
         kept = vars(vae).get(ATTRIBUTE)
         if kept is None or kept.cp_config.devices != config.devices:
@@ -142,7 +142,6 @@ class RankedVAE:
         return self._with(run)
 
     def tiled(self, run: Callable[[Any], Any]) -> Any:
-        """Run a tiled decode or encode with its tiles on all ranks."""
         tiles: list[Tensor] = []
         methods: set[str] = set()
 
@@ -161,7 +160,7 @@ class RankedVAE:
             return run(self._with(lambda method, tile: next(done)))
 
     def _with(self, run: Callable[[str, Tensor], Tensor]) -> Any:
-        """Copy the VAE with a network that runs this, expecting 1/N of the memory."""
+        """Copy the VAE with a network that calls `run`, expecting 1/N of the memory."""
         vae, ranks = copy.copy(self.vae), self._config.world_size
         vae.first_stage_model, vae.patcher = Network(self.vae.first_stage_model, run), self.patcher
         vae.device = torch.device("cpu")  # ranks read their inputs from this process's memory
@@ -170,7 +169,7 @@ class RankedVAE:
         return vae
 
     def _result_shape(self, method: str, tile: Tensor) -> list[int]:
-        """Return the shape that a tile becomes, by the VAE's own figures."""
+        """Return the shape of a tile's result, by the VAE's own figures."""
         vae, dims = self.vae, tile.ndim - 2
         if method == "decode":
             ratios, channels = vae.upscale_ratio, vae.output_channels
@@ -191,7 +190,7 @@ class RankedVAE:
         # In memory order: with channels last, convolutions round differently.
         order = sorted(range(first.ndim), key=lambda dim: -first.stride(dim))
         memory = getattr(vae, f"memory_used_{method}")(first.shape, vae.vae_dtype)
-        items = first.shape[0] if mode == EXACT else config.world_size  # every rank has its own tile
+        items = first.shape[0] if mode == EXACT else config.world_size  # each rank has a tile
         call = ModelCall(
             method=method,
             arguments={
@@ -220,7 +219,7 @@ class RankedVAE:
 
 
 class VAEPatcher(ContextParallelPatcher):
-    """The ModelPatcher of a VAE whose weights are on the ranks, for ComfyUI's memory manager. Nothing is intercepted."""
+    """The ModelPatcher of a VAE whose weights are on the ranks, for ComfyUI's memory manager. It intercepts nothing."""
 
     def get_free_memory(self, device: torch.device) -> int:
         """Return the bytes that a call may take: from this ComfyUI decides how many items the VAE gets at once."""
@@ -240,12 +239,7 @@ class VAEPatcher(ContextParallelPatcher):
 
 
 class Network:
-    """Replacement for the network of ComfyUI's VAE.
-
-    Args:
-        stock: the network that it replaces, and to which everything but `decode` and `encode` is passed on.
-        run: (name of the method, input) -> result.
-    """
+    """Replacement for the network of ComfyUI's VAE: `run` (method name, input) decodes and encodes, `stock` does the rest."""
 
     def __init__(self, stock: Any, run: Callable[[str, Tensor], Tensor]) -> None:
         self._stock, self._run = stock, run

@@ -1,13 +1,13 @@
 """Context-parallel attention: every token of this rank attends to the tokens of all ranks, exactly.
 
-One path for all modes. With Ulysses degree U and ring degree R, U * R = ranks:
+All modes share one path. With Ulysses degree U and ring degree R, U * R = ranks:
 
 1. Ulysses (U > 1): exchange tokens for heads, so that this rank has all tokens of its chunk for its share of the heads.
-2. Attention over the chunks of the ring (R > 1), or over the one chunk there is (R = 1).
+2. Attention over the chunks of the ring (R > 1), or over the only chunk (R = 1).
 3. Ulysses back.
 
-Without a ring, the heads may go in several *rounds*: those of one attend while those of the next arrive, and while the results of
-the one before leave. The result is the same, bit for bit.
+Without a ring, the heads may go in several *rounds*: the heads of a round attend while those of the next round arrive and the
+results of the previous round leave. The result is the same, bit for bit.
 
 | mode | collectives per attention | bytes sent per rank, in units of S * H * D * element size |
 |---|---|---|
@@ -45,16 +45,14 @@ from .ulysses import HeadExchange, repeats
 Attend = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], Tensor]
 
 Memo = Callable[[object, Any, Callable[[], Any]], Any]
-"""`once(key, source, make)` returns `make()` for the object `source`, computed once per call."""
+"""`once(key, source, make)` returns `make()`, computed once per call for the object `source`."""
 
 # Above this many bytes q, k and v are sent one after the other, so that packing one overlaps with sending another.
 PACKED_LIMIT = 256 << 20
-PLANS = 32  # that are kept
+PLANS = 32  # cached per mesh
 
 
 def sdpa(scale: float | None = None, causal: bool = False) -> Attend:
-    """Return torch's own attention as the function to attend with."""
-
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         if mask is not None and mask.dtype != torch.bool:
             mask = mask.to(q.dtype)
@@ -88,14 +86,14 @@ def context_parallel_attention(
         mesh: the ranks that share the sequence.
         config: degrees and method; its degrees multiply to the number of ranks.
         q_layout: tokens of every rank.
-        k_layout: the same for keys and values, if they are other tokens than the queries.
-        mask: boolean (True = visible) or additive, `[..., rows, keys]`: all keys and all rows (or one) in joint order; or one
-            row over this rank's keys. A third dimension from the end is heads (1 or H), a fourth is batch.
+        k_layout: the same for keys and values, if their tokens are not those of the queries.
+        mask: boolean (True = visible) or additive, `[..., rows, keys]`: all keys and all rows (or one) in joint order; or one row
+            over this rank's keys. A third dimension from the end is heads (1 or H), a fourth is batch.
         causal: no query sees a later key, in joint order. Only without `mask` and `attend`.
         scale: factor for the scores; None = 1 / sqrt(D).
         attend: `(q_BHSD, k_BKSD, v_BKSD, mask) -> out_BHSD`, used where no log-sum-exp is needed; None = torch's.
         kernel: name of the kernel to use where one is needed (see `kernels`); None = the first suitable one.
-        once: caches what is computed from a mask that comes with every block.
+        once: caches values computed from a mask that comes with every block.
 
     Returns:
         `[B, L, H, D]`, this rank's tokens, all heads.
@@ -129,7 +127,6 @@ def context_parallel_attention(
     kernels = attend or sdpa(scale, by_kernel), partial(attend_with_lse, scale=scale, kernel=kernel) if merging else None
 
     def over_chunks(qkv: list[Tensor], units: tuple[int, int]) -> Tensor:
-        """Attend with the heads of some units."""
         own = mask
         if mask is not None and mask.ndim > 2 and mask.shape[-3] == H > 1:
             own = mask[..., units[0] * (H // K) : units[1] * (H // K), :, :]
@@ -143,7 +140,7 @@ def context_parallel_attention(
 
 
 class _Plan(NamedTuple):
-    """What an attention of some shapes does on this rank, whatever the tensors."""
+    """The plan of an attention on this rank. It depends on shapes, not on tensors."""
 
     ring: RankGroup
     ulysses: int
@@ -153,13 +150,13 @@ class _Plan(NamedTuple):
     spans: tuple[slice, ...]  # keys of every chunk
     lengths: tuple[tuple[int, ...], tuple[int, ...]]  # queries and keys of every rank of this rank's chunk
     exchanges: tuple[HeadExchange, ...]  # one for every round
-    made_for: object  # kept, as it is known by its id
+    made_for: object  # held because it is known by its id
 
 
 def _planned(
     q: Tensor, k: Tensor, v: Tensor, mesh: SequenceMesh, config: ContextParallelConfig, q_layout: JointLayout, k_layout: JointLayout
 ) -> _Plan:
-    """Return the plan of an attention. All blocks of a model share it, as making it takes the host longer than an exchange."""
+    """Return the plan of an attention, cached for all blocks of a model: making it takes the host longer than an exchange."""
     key = id(config), id(q_layout), id(k_layout), q.shape, k.shape, v.shape
     plan: _Plan | None = mesh.plans.get(key)
     if plan is not None:
@@ -193,7 +190,7 @@ def _over_chunks(
 ) -> Tensor:
     """Attend from this rank's chunk to all chunks of the ring: to each in turn if `with_lse` is given, else to all at once.
 
-    `qkv` is emptied, so that what is not needed any more can be freed.
+    Empties `qkv`, so that its tensors can be freed early.
     """
     q_BHCD, k_BKCD, v_BKCD = qkv
     qkv.clear()
@@ -215,7 +212,7 @@ def _over_chunks(
 
 
 def _held(out_BLHD: Tensor, mesh: SequenceMesh, layout: JointLayout, owned: Tensor | None) -> Tensor:
-    """Return the results of all tokens that this rank holds, given those of the tokens at `owned`, which it contributes."""
+    """Return the results of all tokens that this rank holds, given the results of the tokens at `owned`, which it contributes."""
     held = out_BLHD
     if owned is not None:
         held = out_BLHD.new_zeros((out_BLHD.shape[0], layout.local_lengths[mesh.rank], *out_BLHD.shape[2:]))
@@ -271,9 +268,9 @@ def in_rounds(
     attend: Callable[[list[Tensor], tuple[int, int]], Tensor],
     coded: bool,
 ) -> Tensor:
-    """Exchange, attend and send back, one round of heads after the other, and the messages of a round beside the next attention.
+    """Exchange, attend and send back, one round of heads after the other. The messages of a round overlap with the next attention.
 
-    All ranks start messages in one order: a round's heads, then the results of the round before. `coded`: they travel in 8 bits.
+    All ranks start messages in one order: a round's heads, then the results of the round before. `coded`: send 8 bits per element.
     """
     rounds, dtype = len(exchanges), q_BLHD.dtype
     if coded:
@@ -349,7 +346,7 @@ def _place(
 
 
 def _causal(device: torch.device, span: slice, q_layout: JointLayout, k_layout: JointLayout, dtype: torch.dtype | None) -> Tensor:
-    """Return what `_place` would make of a mask that hides all keys behind a query."""
+    """Return the mask that hides all keys behind a query, in the form of `_place`."""
     rows, keys = (torch.arange(layout.total, device=device) for layout in (q_layout, k_layout))
     mask = k_layout.to_gathered(keys[None], 1) <= q_layout.to_gathered(rows[:, None], 0, span)
     return mask if dtype is None else additive(mask, dtype)

@@ -1,4 +1,4 @@
-"""Vectors as 8-bit integers, each with a scale of its own, for exchanges over slow links.
+"""Vectors as 8-bit integers with a scale per vector, for exchanges over slow links.
 
 A head of a token, `[D]`, travels as D integers of its largest magnitude / 127 and that scale in float32: D + 4 bytes. The error of
 an element is at most half a scale. On normally distributed numbers that is 0.6 % of their standard deviation, root mean square;
@@ -15,7 +15,7 @@ LARGEST = 127
 
 
 def encode(tensor: Tensor) -> Tensor:
-    """Return `[..., D + SCALE]` bytes for `[..., D]`. What is not finite makes a whole vector not a number."""
+    """Return `[..., D + SCALE]` bytes for `[..., D]`. A single non-finite element makes the whole vector NaN."""
     scale = torch.linalg.vector_norm(tensor, torch.inf, -1, keepdim=True, dtype=torch.float32) / LARGEST
     coded = torch.empty((*tensor.shape[:-1], tensor.shape[-1] + SCALE), dtype=torch.uint8, device=tensor.device)
     coded[..., :-SCALE].view(torch.int8).copy_((tensor / scale.clamp_min(torch.finfo(torch.float32).tiny)).round_())

@@ -1,7 +1,7 @@
-"""Attention kernels that also return the log-sum-exp of the scores, which ring attention merges by.
+"""Attention kernels that also return the log-sum-exp of the scores, which ring attention needs for merging.
 
-One registry. Each kernel declares what it supports; `attend_with_lse` picks the first suitable one, brings its inputs and result
-into a common form, and falls back to float32 matrix products.
+Each kernel in the registry declares its supported inputs; `attend_with_lse` picks the first suitable one, brings its inputs and
+result into a common form, and falls back to float32 matrix products.
 
 | kernel | where | log-sum-exp it returns |
 |---|---|---|
@@ -38,7 +38,7 @@ log = logging.getLogger("context_parallel")
 Run = Callable[[Tensor, Tensor, Tensor, Tensor | None, float | None], tuple[Tensor, Tensor]]
 
 HALF = (torch.float16, torch.bfloat16)
-MATH_SCORES = 1 << 26  # scores that the math kernel holds at once
+MATH_SCORES = 1 << 26  # scores in memory at once in the math kernel
 ON_CPU = "_scaled_dot_product_flash_attention_for_cpu"
 LOWEST = -1e30  # of a mask's finite numbers: CUDA kernels multiply by log2(e), which makes the lowest float32 infinite
 BIAS_ALIGNMENT = 16  # elements; CUDA kernels read masks in aligned rows
@@ -46,15 +46,15 @@ BIAS_ALIGNMENT = 16  # elements; CUDA kernels read masks in aligned rows
 
 @dataclass(frozen=True)
 class Kernel:
-    """One attention function.
+    """An attention function.
 
     Args:
-        name: as users and reports know it.
-        run: `(q_BHLD, k_BHSD, v_BHSD, mask, scale) -> (out_BHLD, lse)`. The mask is additive, in q's dtype, with four
-            dimensions that broadcast to `[B, H, L, S]`.
+        name: for users and reports.
+        run: `(q_BHLD, k_BHSD, v_BHSD, mask, scale) -> (out_BHLD, lse)`. The mask is additive, in q's dtype, with four dimensions
+            that broadcast to `[B, H, L, S]`.
         supports: whether it supports the inputs; the mask may be None.
         on_request: only chosen by name, because its result is not exact.
-        allowed: whether torch's own switches (`torch.nn.attention.sdpa_kernel`) let kernels of its kind run.
+        allowed: whether torch's switches (`torch.nn.attention.sdpa_kernel`) allow this kind of kernel.
     """
 
     name: str
@@ -102,18 +102,15 @@ def attend_with_lse(
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the mask in the form that is added to the scores, with four dimensions."""
+    """Return the additive form of the mask, with four dimensions."""
     if mask.dtype == torch.bool:
         mask = torch.zeros((), dtype=dtype, device=mask.device).where(mask, -torch.inf)
     return mask.to(dtype)[(None,) * (4 - mask.ndim)]
 
 
 def select(q: Tensor, k: Tensor, mask: Tensor | None, name: str | None = None) -> Kernel:
-    """Return the kernel called `name` if it supports the inputs, else the first that does and that torch's switches allow.
-
-    Raises:
-        ConfigError: there is no kernel of that name, or none that supports the inputs is allowed.
-    """
+    """Return the kernel called `name` if it supports the inputs, else the first that does and that torch's switches allow. Raises
+    ConfigError if there is no kernel of that name, or none that supports the inputs is allowed."""
     if name is not None:
         named = [kernel for kernel in KERNELS if kernel.name == name]
         if not named:
@@ -132,13 +129,13 @@ def select(q: Tensor, k: Tensor, mask: Tensor | None, name: str | None = None) -
 
 @cache
 def _preferred(device: torch.device) -> tuple[Kernel, ...]:
-    """Return what comes before the registry's order: cuDNN on Hopper and its successor, see docs/gpu.md."""
+    """Return the kernels preferred over the registry's order: cuDNN on Hopper and its successor, see docs/gpu.md."""
     fast = device.type == "cuda" and torch.cuda.get_device_capability(device) in ((9, 0), (10, 0))
     return tuple(kernel for kernel in KERNELS if fast and kernel.name == "cudnn")
 
 
 def _finite(bias: Tensor) -> Tensor:
-    """Return the mask with its finite numbers in the range of all kernels; what hides a key still does."""
+    """Clamp the mask's finite numbers to the range of all kernels; -inf still hides a key."""
     return bias.clamp_min(max(LOWEST, torch.finfo(bias.dtype).min)).masked_fill_(bias == -torch.inf, -torch.inf)
 
 
@@ -163,10 +160,9 @@ def installed(module: str) -> Any:
 
 @cache
 def _runs(package: str, run: Run, device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether an installed package's kernel runs on a device, by trying it once: it may have been built for other devices.
+    """Return whether an installed package's kernel runs on a device, by trying it once: its build may be for other devices.
 
-    Raises:
-        OutOfMemoryError: the device has no memory left, which says nothing about the kernel.
+    Raises OutOfMemoryError if the device has no memory left, which tells nothing about the kernel.
     """
     tokens = torch.zeros(1, 1, 128, 64, device=device, dtype=dtype)
     try:
@@ -185,7 +181,7 @@ def _plain_half(q: Tensor, mask: Tensor | None) -> bool:
 
 
 def _torch_can(check: str, q: Tensor, k: Tensor, mask: Tensor | None) -> bool:
-    """Ask torch whether one of its own CUDA kernels supports this on this device."""
+    """Ask torch whether one of its CUDA kernels supports these inputs on this device."""
     if q.device.type != "cuda":
         return False
     return bool(getattr(switches, check)(switches.SDPAParams(q, k, k, mask, 0.0, False, False), False))
@@ -205,12 +201,12 @@ def _sage(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | N
 
 
 def _torch(name: str, takes: Callable[[Tensor | None, Tensor | None], tuple[Any, ...]], keyword: str = "") -> Run:
-    """Return one of torch's own kernels.
+    """Return one of torch's kernels.
 
     Args:
-        name: of its operator.
-        takes: (mask, mask expanded to `[B, H, L, S]`) -> what it takes behind q, k and v.
-        keyword: the name of that argument, if it is taken by name.
+        name: name of its operator.
+        takes: (mask, mask expanded to `[B, H, L, S]`) -> its arguments behind q, k and v.
+        keyword: keyword of the mask, if it is not positional.
     """
 
     def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:

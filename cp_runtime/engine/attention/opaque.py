@@ -1,8 +1,8 @@
-"""Attention as one operator that a compiler does not look into, so that the collectives inside it break no graph.
+"""Attention as one operator that is opaque to compilers, so that the collectives inside it break no graph.
 
-Compiled blocks call `context_parallel::attention`, which hands over to the call that is running (`serving`): a graph compiled in
-one call, or for one block, knows nothing about the call or block that it runs in later. Whatever is the same each time a place in a
-module is reached, such as whether its attention is local by the plan, is an argument.
+Compiled blocks call `context_parallel::attention`, which hands over to the running call (`serving`): a graph compiled in one call,
+or for one block, knows nothing about the call or block that it runs in later. Everything that is constant for a point in a module,
+such as whether its attention is local by the plan, is an argument.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from ...errors import PlanError
 
 Server = Callable[..., Tensor]
-"""Attention of a running call: the arguments of the operator, from `backend` on by name, to what it returns."""
+"""Attention of a running call: takes the operator's arguments, from `backend` on by name."""
 
 
 @dataclass
 class CompileContext:
-    """Where in a block the compiler is.
+    """The compiler's position in a block.
 
     Attributes:
         in_block: a compiled block runs, or is being compiled.
@@ -74,7 +74,7 @@ def attention(
         precision: least precision of the scores.
         grouped: K divides H, and each key serves H/K heads.
         low_precision: whether quantised scores will do.
-        local: no communication, whatever the tokens are, because the plan says so for a module around it.
+        local: no communication, whatever the tokens, because the plan says so for a module around it.
 
     Returns:
         `[B, L, H, E]`, contiguous.

@@ -3,11 +3,11 @@
 They move from neighbour to neighbour in R - 1 exchanges, each in flight while the previous chunk is computed on. Two packed chunk
 buffers are held beside the local keys and values: 2 / R of the whole. It is exact for uneven chunks and any mask.
 
-Attention over parts of the keys is merged from each part's output and log-sum-exp. With out_i = softmax-weighted values over part
-i and lse_i = log of the sum of exponentiated scores there, attention over both parts is the average of the outputs with weights
-exp(lse_i - lse), lse = log(exp(lse_1) + exp(lse_2)). Source: Dao et al., "FlashAttention", arXiv 2205.14135, section 3.1.
+Partial attentions are merged by output and log-sum-exp. With out_i = softmax-weighted values over part i and lse_i = log of the sum
+of exponentiated scores there, attention over both parts is the average of the outputs with weights exp(lse_i - lse), lse =
+log(exp(lse_1) + exp(lse_2)). Source: Dao et al., "FlashAttention", arXiv 2205.14135, section 3.1.
 
-Shape suffixes: B batch, H query heads, K key/value heads, L own queries, C keys of a chunk, D head dimension.
+Shape suffixes: B batch, H query heads, K key/value heads, L queries of this rank, C keys of a chunk, D head dimension.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ ChunkAttention = Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 
 class PartialAttention:
-    """Accumulates outputs over parts of the keys in `out`, `[B, H, L, D]`, which is None before the first one.
+    """Accumulated output over parts of the keys: `out`, `[B, H, L, D]`, None before the first part.
 
-    With `convert_to_fp32` it is kept in float32. The log-sum-exp always is.
+    It is in float32 with `convert_to_fp32`. The log-sum-exp always is.
     """
 
     def __init__(self, convert_to_fp32: bool = True) -> None:
@@ -66,7 +66,7 @@ def rotate(
         lengths: keys of every chunk.
         attend: `(q, k, v, chunk index) -> (out_BHLD, lse_BHL)`.
         convert_to_fp32: merge in float32.
-        coded: keys and values travel in 8 bits; this rank's own are exact.
+        coded: keys and values travel in 8 bits; those of this rank stay exact.
 
     Returns:
         `[B, H, L, D]` in q's dtype.

@@ -4,8 +4,8 @@ Source: Jacobs et al., "DeepSpeed Ulysses", arXiv 2309.14509. Beyond it: exact u
 collective for all tensors of the same tokens.
 
 Shape suffixes: B batch, L tokens of this rank, C tokens of the chunk in gathered order, D head dimension. N heads come in *units*:
-one key/value head and its query heads. Units are dealt out to the ranks like tokens (`sharding.split_sizes`); with too few,
-some ranks get none: they take part in the collectives and skip the attention.
+one key/value head and its query heads. Units are dealt out to the ranks like tokens (`sharding.split_sizes`); with too few, some
+ranks get none: they take part in the collectives and skip the attention.
 
 | step | shape on rank r |
 |---|---|
@@ -15,11 +15,11 @@ some ranks get none: they take part in the collectives and skip the attention.
 | out: a view of it for each tensor | `[B, units_r * width, C, D]` |
 
 For any number of ranks the host launches one collective and one copy per tensor, or two where ranks get different numbers of units:
-a denoise step on a fast GPU is so short that the time of each launch would show. So would that of Python: a copy is one call of
-torch from a view to a view, and all sizes and places, which follow from shapes, are computed once (`form`).
+a denoising step on a fast GPU is so short that each launch would show. So would Python's time: a copy is one call of torch from a
+view to a view, and all sizes and offsets, which follow from shapes, are computed once (`form`).
 
-On slow links the heads go in several *rounds*: a part of every rank's units at a time, so that one round travels while the one
-before attends. The same numbers are computed, whatever the number of rounds.
+On slow links the heads go in several *rounds*: a part of every rank's units at a time, so that one round travels while the previous
+one attends. The result does not depend on the number of rounds.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ class Run(NamedTuple):
 
     first: int  # unit of the first of them
     ranks: int
-    each: int  # units that one of them has in all rounds
-    start: int  # of these, the first in this round
-    units: int  # and how many
+    each: int  # units of each rank in all rounds
+    start: int  # first of these in this round
+    units: int  # number of these in this round
 
 
 class Deal(NamedTuple):
-    """What every rank gets of the head units of a round."""
+    """Head units of every rank in a round."""
 
     runs: tuple[Run, ...]
     sizes: tuple[int, ...]  # units of every rank
@@ -81,7 +81,7 @@ def deal(units: int, ranks: int, shares: Shares, index: int, rounds: int) -> Dea
 
 
 class Form(NamedTuple):
-    """How tensors of some shapes lie in the buffers of an exchange. All blocks of a model share it: it is numbers alone."""
+    """Layout of tensors of some shapes in the buffers of an exchange. It holds only numbers: all blocks of a model share it."""
 
     widths: tuple[int, ...]  # heads per unit of every tensor
     elements: tuple[int, int]  # of this rank's tokens with all heads, and of all tokens with this rank's heads
@@ -101,7 +101,7 @@ def form(
     D: int,
     itemsize: int,
 ) -> Form:
-    """Return the form of tensors with these heads. `dealt`: what `deal` takes; `lengths`: tokens of every rank."""
+    """Return the form of tensors with these heads. `dealt`: arguments of `deal`; `lengths`: tokens of every rank."""
     runs, sizes, _ = deal(*dealt)
     widths = tuple(count // dealt[0] for count in heads)
     if any(count % dealt[0] for count in heads):
@@ -131,9 +131,9 @@ class HeadExchange:
 
     Args:
         group: the ranks of the chunk.
-        units: of all rounds.
+        units: number of units in all rounds.
         shares: see `split_sizes`.
-        index, rounds: which one this is, and how many there are.
+        index, rounds: index of this round, and number of rounds.
 
     Attributes:
         own_range: (start, stop) of the units that this rank attends with.
@@ -144,7 +144,7 @@ class HeadExchange:
         self.own_range = deal(*self._dealt).ranges[group.rank]
 
     def to_heads(self, tensors: Sequence[Tensor], lengths: tuple[int, ...]) -> Callable[[], list[Tensor]]:
-        """Start exchanging this rank's tokens with all heads for the chunk's tokens with this rank's heads. One collective.
+        """Start an all-to-all of this rank's tokens with all heads for the chunk's tokens with this rank's heads.
 
         Args:
             tensors: `[B, L, N_i, D]`, the same tokens, of one dtype; N_i is a multiple of the number of units.
@@ -171,10 +171,10 @@ class HeadExchange:
         return wait
 
     def to_tokens(self, out_BHCD: Tensor, lengths: tuple[int, ...], heads_per_unit: int) -> Callable[[Tensor], None]:
-        """Start sending attention outputs, `[B, own heads, C, D]`, back to the ranks that have the tokens. One collective.
+        """Start an all-to-all of attention outputs, `[B, own heads, C, D]`, back to the ranks of the tokens.
 
         Returns:
-            A function that waits, and puts the heads of this round into their places of a tensor `[B, L, all heads, D]`.
+            A function that waits, and writes the heads of this round into a tensor `[B, L, all heads, D]`.
         """
         B, _, _, D = out_BHCD.shape
         heads = (heads_per_unit * self._dealt[0],)

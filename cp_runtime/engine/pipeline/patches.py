@@ -1,11 +1,11 @@
 """PipeFusion: a call whose tokens pass through the stages in patches. Source: Fang et al., "PipeFusion", arXiv 2405.14430.
 
 A patch is a *virtual rank*: with P ranks in a stage and M patches, the plan splits a call as for M * P ranks, and the forward runs
-M times, as virtual ranks m * P ... m * P + P - 1. Each attention keeps keys and values of all tokens; a patch writes those of its
-own tokens and attends to all, so that those of later patches are of the call before. The same goes for every other place where a
-plan gathers tokens: nothing is exchanged between patches.
+M times, as virtual ranks m * P ... m * P + P - 1. Each attention caches keys and values of all tokens. A patch writes those of its
+tokens and attends to all, so those of later patches are stale, from the previous call. The same applies wherever a plan gathers
+tokens: patches exchange nothing.
 
-A call of one patch is exact, and fills what is kept.
+A call of one patch is exact, and fills the cache.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from .stages import StagedCall
 
 
 class KVCache:
-    """Tensors with all tokens that one model keeps from one call to the next, for one conditioning. `allow`: called before the
-    first tensors are kept, with the bytes of one attention's."""
+    """Tensors with all tokens that a model keeps between calls, for one conditioning. `allow` is called before the first tensors
+    are cached, with the bytes of one attention's keys and values."""
 
     def __init__(self, allow: Callable[[int], None]) -> None:
         self._allow = allow
@@ -41,7 +41,7 @@ class KVCache:
     def put(self, place: object, value: Tensor, layout: JointLayout, ranks: range, dim: int) -> Tensor:
         """Write the tokens that some ranks contribute, one rank after the other along `dim`; return all, in joint order.
 
-        `place`: where in the forward that is.
+        `place`: the point in the forward.
         """
         if place not in self._whole:
             shape = list(value.shape)
@@ -55,12 +55,7 @@ class KVCache:
 
 
 class PatchCall(StagedCall):
-    """One patch of a call. See `RunningCall`.
-
-    Args:
-        patch, patches: its number, and how many there are.
-        kept: of the model and the conditioning.
-    """
+    """One patch of a call, by index and number of patches. `kept`: cache of the model and the conditioning. See `RunningCall`."""
 
     def __init__(
         self, patch: int, patches: int, kept: KVCache, plan: ShardingPlan, name: str, mesh: SequenceMesh, *rest: Any
@@ -68,7 +63,7 @@ class PatchCall(StagedCall):
         super().__init__(plan, name, mesh, *rest)
         size = mesh.size
         self.state = CallState(patch * size + mesh.rank, patches * size, self.gather, self.state.kept)
-        self.state.gathers = True  # also with one patch, which fills what is kept
+        self.state.gathers = True  # also with one patch, which fills the cache
         self._patch, self._kept, self._gathers = range(patch * size, (patch + 1) * size), kept, 0
 
     @property
@@ -76,7 +71,7 @@ class PatchCall(StagedCall):
         return True
 
     def _over_all(self, q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, **settings: Any) -> Tensor:
-        """Attend from this patch's tokens to all that are kept."""
+        """Attend from this patch's tokens to all cached tokens."""
         if settings["causal"]:
             raise PlanError(f"{self._model_name}: causal attention cannot run in patches. Use one patch.")
         config, q_layout, k_layout, mask = (settings[name] for name in ("config", "q_layout", "k_layout", "mask"))
@@ -95,7 +90,6 @@ class PatchCall(StagedCall):
             mask = self._placed(mask, q_layout, k_layout, q_layout.positions(self._patch, device, held=size == 1))
 
         def over_heads(qkv: list[Tensor], units: tuple[int, int]) -> Tensor:
-            """Attend with the heads of some units."""
             own = mask
             if mask is not None and mask.ndim > 2 and mask.shape[-3] == H > 1:
                 own = mask[..., units[0] * (H // K) : units[1] * (H // K), :, :]
@@ -138,7 +132,7 @@ class PatchCall(StagedCall):
         return self._fresh("tokens", value, layout, dim % value.ndim).clone()  # the model may change it
 
     def _fresh(self, name: str, value: Tensor, layout: JointLayout, dim: int) -> Tensor:
-        """Write what the ranks of this stage have of a patch; return all tokens."""
+        """Write the patch's tokens from all ranks of this stage; return all tokens."""
         if self.mesh.size > 1:
             (value,) = self.mesh.whole.all_gather([value], layout.owned_lengths[self._patch.start : self._patch.stop], dim)
         return self._put(name, value, layout, dim)

@@ -1,4 +1,4 @@
-"""One rank's calls of a model in stages, exact or in patches: one part of a batch and one patch after the other."""
+"""One rank's calls of a model in stages, exact or in patches. It computes one part of a batch and one patch after the other."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from ..state import CallState
 from .patches import KVCache, PatchCall
 from .stages import Arriving, StagedCall, Stages, Visit
 
-FORMS = 32  # of calls, that are remembered
+FORMS = 32  # forms of calls to remember
 
 
 class Part(NamedTuple):
     """Items of a call that are computed at once.
 
     Args:
-        form: key of calls that take the same way through the model, with tensors of the same shapes.
-        conditioning: identifies what its keys and values may be taken for again.
+        form: key of calls that take the same path through the model, with tensors of the same shapes.
+        conditioning: key of the conditioning, for the reuse of keys and values.
         run: (mesh, kind of running call) -> result of the model's forward.
     """
 
@@ -35,7 +35,7 @@ class Part(NamedTuple):
 
 
 class Survey(NamedTuple):
-    """What is known of a form of calls: the runs of blocks, and what a run of them receives, by (patch, patches)."""
+    """The survey of a form of calls: the runs of blocks, and the tensors each run receives, by (patch, patches)."""
 
     visits: list[Visit]
     arriving: dict[tuple[int, int], Arriving]
@@ -47,10 +47,10 @@ class Pipeline:
     Args:
         stages: of the model.
         everyone: all ranks of all stages.
-        room: returns the bytes that may be kept of keys and values; None = any number.
+        room: returns the bytes available for caching keys and values; None = unlimited.
 
     Attributes:
-        runs, patches: of the forward in the last call, and of its tokens.
+        runs, patches: number of forwards, and of patches, in the last call.
     """
 
     def __init__(self, stages: Stages, everyone: RankGroup, room: Callable[[], int | None] = lambda: None) -> None:
@@ -67,11 +67,11 @@ class Pipeline:
         return {"stage": self.stages.stage, "stages": settings.stages, "patches": self.patches, "runs": self.runs, "kept": kept}
 
     def forget(self) -> None:
-        """Let go of keys and values: the next call is exact."""
+        """Drop the cached keys and values: the next call is exact."""
         self._kept.clear()
 
     def begin_run(self, run: str) -> None:
-        """Let go of keys and values unless they are of this run."""
+        """Drop the cached keys and values unless they belong to this run."""
         if run != self._run:
             self._run = run
             self.forget()
@@ -79,18 +79,14 @@ class Pipeline:
     def call(
         self, parts: Sequence[Part], mesh: SequenceMesh, settings: PipelineSettings, follows: Callable[[], bool] = lambda: True
     ) -> list[Any]:
-        """Return the result of every part, right on the last stage. All ranks of all stages call it alike.
-
-        Args:
-            mesh: the ranks of this stage that share the tokens.
-            follows: see `Stages.run`.
-        """
+        """Return the result of every part, right on the last stage. All ranks of all stages call it alike. `mesh`: the ranks of
+        this stage that share the tokens; `follows`: see `Stages.run`."""
         patches = settings.patches if self._may_be_stale(parts, settings) else 1
         results = []
         with self.stages.call():
             surveys = [self._survey(part, mesh.size, settings) for part in parts]
             arriving = [survey.arriving.setdefault((patch, patches), []) for survey in surveys for patch in range(patches)]
-            several = len(arriving) > 1  # a single run may be left in its middle: then nothing may be on its way
+            several = len(arriving) > 1  # a single run may be left in its middle: then no message may be in flight
             for part, survey in zip(parts, surveys, strict=True):
                 kinds: list[Callable[..., RunningCall]] = [StagedCall]
                 if settings.patches > 1:
@@ -104,7 +100,7 @@ class Pipeline:
         return results
 
     def _may_be_stale(self, parts: Sequence[Part], settings: PipelineSettings) -> bool:
-        """Return whether all ranks have keys and values of earlier calls: one may have let them go."""
+        """Return whether all ranks have keys and values of earlier calls: a rank may have dropped them."""
         if settings.patches == 1:
             return False
         lacking = 0
@@ -114,7 +110,7 @@ class Pipeline:
         return not self._everyone.largest(torch.tensor([lacking], device=self._everyone.device)).item()
 
     def _kept_of(self, part: Part, parts: int) -> KVCache:
-        """Return the tensors for a part, and count the call."""
+        """Return the cache for a part, and count the call."""
         form, kept, calls = self._kept.get(part.conditioning, (None, None, 0))
         if kept is None or form != part.form:
             kept, calls = KVCache(lambda nbytes: self._check_room(nbytes * self.stages.own_blocks * parts)), 0
@@ -130,7 +126,7 @@ class Pipeline:
             )
 
     def _survey(self, part: Part, ranks: int, settings: PipelineSettings) -> Survey:
-        """Return the runs of blocks. Raises PlanError, on all ranks and before anything is sent: they cannot run like this."""
+        """Return the runs of blocks. Raises PlanError, on all ranks and before any message, if they cannot run in stages."""
         if part.form not in self._surveys:
             states: list[CallState] = []
 

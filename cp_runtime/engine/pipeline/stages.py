@@ -1,13 +1,13 @@
-"""Stages of a model: each rank computes consecutive blocks of it, with the model's own forward.
+"""Stages of a model: each rank computes consecutive blocks, with the model's forward.
 
 Every rank runs the whole forward. A block of another stage is *skipped*: it returns zeros in the form of its outputs, or, where a
-block of this stage or the result depends on them, what the stage that owns the block sends. So whatever a model does between its
-blocks is done on every rank, and what is right there is right wherever it is needed. The first rank is the last stage: it has the
-result, and the others return something of its form.
+block of this stage or the result depends on them, the tensors received from the block's stage. So everything between blocks runs on
+every rank, and is right wherever it is needed. The first rank is the last stage: it has the result, and the others return a value
+of the same form.
 
-What must be sent is found by a *survey* of each form of a call: the forward with all blocks skipped, whose outputs are NaN. The
-blocks that such a value reaches, and the result if it is reached, depend on it. Before that, one block of each kind runs, to learn
-which of its inputs have the form of its outputs.
+The messages follow from a *survey* of each form of a call: the forward with all blocks skipped and outputs of NaN. The blocks that
+a NaN reaches, and the result if it is reached, depend on it. Before that, one block of each kind runs, to learn which of its inputs
+have the form of its outputs.
 """
 
 from __future__ import annotations
@@ -33,21 +33,19 @@ from ..weights.packing import Packing
 PLAIN = (type(None), bool, int, float, str)
 
 Run = Callable[[], Any]
-"""Runs the forward."""
 
 
 class StagedCall(RunningCall):
-    """A call of a stage, whose own blocks may be without attention."""
+    """A call of a stage, whose blocks may be without attention."""
 
     def check_attention(self) -> None:
         pass
 
 
 def staged_blocks(model: nn.Module, plan: ShardingPlan) -> list[Block]:
-    """Return the blocks that are divided into stages: those that a plan speaks of, in the order of the model's lists.
+    """Return the blocks to divide into stages: those in the plan, in the model's order.
 
-    Raises:
-        PlanError: the model calls another method of them than forward.
+    Raises PlanError if the model calls another method of them than forward.
     """
     for pattern in plan.modules:
         if method_of(pattern) != "forward":
@@ -57,11 +55,8 @@ def staged_blocks(model: nn.Module, plan: ShardingPlan) -> list[Block]:
 
 
 def cut(sizes: Sequence[int], stages: int, shares: Shares = ()) -> list[int]:
-    """Return the stage of every block, given the blocks' bytes: consecutive blocks, about as many bytes in each stage as its share.
-
-    Raises:
-        PlanError: there are fewer blocks than stages.
-    """
+    """Return the stage of every block, given the blocks' bytes: consecutive blocks, with bytes in proportion to the stage's share.
+    Raises PlanError if there are fewer blocks than stages."""
     if len(sizes) < stages:
         raise PlanError(f"{len(sizes)} blocks are not enough for {stages} stages. Use fewer stages.")
     weights = shares or (1,) * stages
@@ -80,14 +75,14 @@ class Form(NamedTuple):
 
     Args:
         like: the outputs, with empty tensors.
-        parts: for each tensor the number of an input of its form, or, where no input has it, its shape and dtype.
+        parts: for each tensor the index of an input of its form, or, without such an input, its shape and dtype.
     """
 
     like: Any
     parts: tuple[int | tuple[torch.Size, torch.dtype], ...]
 
     def filled(self, inputs: Sequence[Tensor], value: float) -> Any:
-        """Return outputs whose numbers are one value; whole numbers, such as lengths, are those of the input."""
+        """Return outputs filled with one value; integers, such as lengths, are those of the input."""
         parts = iter(self.parts)
 
         def fill(_: Tensor) -> Tensor:
@@ -103,7 +98,7 @@ class Form(NamedTuple):
 
 
 class Visit(NamedTuple):
-    """One run of a block in a forward. `needed`: stages, other than the block's own, that need its outputs."""
+    """One run of a block in a forward. `needed`: other stages that need its outputs."""
 
     block: int
     form: Form
@@ -111,7 +106,7 @@ class Visit(NamedTuple):
 
 
 Arriving = list[tuple[int, torch.Size, torch.dtype]]
-"""What a run receives, in order: stage that sends it, shape, dtype. Empty = not known yet."""
+"""The tensors a run receives, in order: sending stage, shape, dtype. Empty = still unknown."""
 
 
 class Stages:
@@ -124,7 +119,7 @@ class Stages:
         lent: gives a block weights of any value while active, where this rank has none.
 
     Attributes:
-        place: number of the block's run that is under way or was the last one; -1 before the first.
+        place: index of the current or last run of a block; -1 before the first.
     """
 
     def __init__(
@@ -141,7 +136,7 @@ class Stages:
         self._at: Callable[..., Any] | None = None
         self._sent: list[Pending] = []
         self._coming: deque[tuple[Tensor, Pending]] = deque()
-        self._ahead = 0  # runs, from the one under way on, all of whose tensors are among these
+        self._ahead = 0  # runs, from the current one on, all of whose tensors are among these
 
     @property
     def own_blocks(self) -> int:
@@ -149,7 +144,7 @@ class Stages:
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
-        """Take the place of the blocks' forward while active, and wait for what was sent."""
+        """Replace the blocks' forward while active, and wait for the sends at the end."""
         stock = [vars(block.module).get("forward") for block in self._blocks]
         for number, block in enumerate(self._blocks):
             block.module.forward = partial(self._visit, number, block.module.forward)
@@ -162,11 +157,11 @@ class Stages:
                     block.module.forward = forward
             sent, self._sent, self._ahead = self._sent, [], 0
             self._coming.clear()
-            for pending in sent:  # also where all ranks leave the call: those behind still receive it
+            for pending in sent:  # also where all ranks leave the call: later stages still receive it
                 pending.wait()
 
     def survey(self, run: Run) -> list[Visit]:
-        """Return the runs of blocks in a forward, and which stages need their outputs. Only in a `call`; `run`: without peers."""
+        """Return the runs of blocks in a forward, and the stages that need them. Only in a `call`; `run`: without peers."""
         order = self._surveyed(run, ())[0]
         owners = [self._owners[number] for number, _ in order]
         last = self._group.size - 1
@@ -182,7 +177,7 @@ class Stages:
         return [Visit(number, form, stages) for (number, form), stages in zip(order, chain, strict=True)]
 
     def check_parts(self, visits: Sequence[Visit]) -> None:
-        """Raise PlanError if nothing can stand in for a block's outputs where a run has a part of the survey's tokens."""
+        """Raise PlanError if no tensor can stand in for a block's outputs where a run has a part of the survey's tokens."""
         for block in (visit.block for visit in visits if not all(isinstance(part, int) for part in visit.form.parts)):
             raise PlanError(
                 f"{self._blocks[block].name} returns a tensor in whose form it takes none: nothing can stand in for a part of it. "
@@ -194,13 +189,14 @@ class Stages:
     ) -> Any:
         """Run the forward, and return its result, which is right on the last stage. Only in a `call`.
 
-        Over gloo a run after the first of its kind receives while this rank still computes the one before: a message is under way
-        only where its receiver has asked for it. NCCL has one stream per group for messages of two ranks: there all ranks send and
-        receive in the order of the blocks.
+        Over gloo a run after the first of its kind receives while this rank still computes the previous one: a message is only in
+        flight once its receiver has asked for it. NCCL has one stream per group for point-to-point messages: there all ranks send
+        and receive in the order of the blocks.
 
         Args:
             visits: of the survey.
-            arriving: of this run and of those behind it in the call; filled in for this one. Empty = ask as late as possible.
+            arriving: tensors that this run and the later ones of the call receive; filled in for this one. Empty = ask as late as
+                possible.
             follows: whether the next run is sure to take place, asked after this one has begun.
         """
         received: Arriving = []
@@ -209,12 +205,12 @@ class Stages:
             if self.place >= len(visits) or visits[self.place].block != block:
                 raise PlanError(f"{self._blocks[block].name} ran in another order than in a call of the same form.")
             visit, owner = visits[self.place], self._owners[block]
-            if self.place == 0 and self._group.via_host:  # other backends: one that waits holds back what is behind it
+            if self.place == 0 and self._group.via_host:  # other backends: a waiting receive blocks the messages behind it
                 self._ask(arriving, follows, next(tensors((args, kwargs))).device)
             if owner == self.stage:
                 out = stock(*args, **kwargs)
                 for to in sorted(visit.needed):
-                    for tensor in filter(Tensor.numel, tensors(out)):  # a copy, as the model may go on to change it
+                    for tensor in filter(Tensor.numel, tensors(out)):  # a copy, as the model may modify it later
                         self._sent.append(self._group.send(tensor.clone(memory_format=torch.contiguous_format), self._rank(to)))
                 return out
             out = visit.form.filled(list(tensors((args, kwargs))), 0.0)
@@ -235,7 +231,7 @@ class Stages:
         return out
 
     def _ask(self, arriving: Sequence[Arriving], follows: Callable[[], bool], device: torch.device) -> None:
-        """Start receiving what this run and the next one need, as far as it is known and not under way."""
+        """Start receiving the tensors of this run and the next one, as far as they are known and not in flight."""
         for each in arriving[self._ahead : 2 if follows() else 1]:
             if not each:
                 return
@@ -248,7 +244,7 @@ class Stages:
         return self._group.size - 1 - stage
 
     def _surveyed(self, run: Run, poisoned: Collection[int]) -> tuple[list[tuple[int, Form]], list[int]]:
-        """Return (block, form) of every run of a block, and which of them NaN reaches that some of them return, the result last."""
+        """Return (block, form) of every run of a block, and the runs that a NaN output of `poisoned` reaches, the result last."""
         order: list[tuple[int, Form]] = []
         reached: list[list[Tensor]] = []
 
@@ -302,7 +298,7 @@ class StagedWeights:
         blocks, owners: as for `Stages`.
         stage: of this rank.
         device: where the model computes.
-        remedy: advice to a user whose model cannot run like this; part of messages.
+        remedy: advice for a user whose model cannot run like this; part of messages.
     """
 
     def __init__(self, blocks: Sequence[Block], owners: list[int], stage: int, device: torch.device, remedy: str) -> None:
@@ -315,7 +311,7 @@ class StagedWeights:
         return [block for block, owner in zip(self.blocks, self.owners, strict=True) if owner != self.stage]
 
     def leave_out(self) -> None:
-        """Let go of the weights of other stages' blocks. What asks for their numbers is refused from now on."""
+        """Drop the weights of other stages' blocks. Reads of their numbers are refused from now on."""
         for block in self.others:
             self._packings[block.name] = Packing(block.weights)
             self._put_absent(block)
@@ -339,5 +335,5 @@ class StagedWeights:
             block.put(self._packings[block.name].absent(self._device, list(block.slots), self._remedy))
 
     def remove(self) -> None:
-        """Let go of everything. The blocks of other stages have no weights, until somebody fills their slots."""
+        """Drop all state. The blocks of other stages have no weights until their slots are filled."""
         self._packings.clear()

@@ -20,20 +20,19 @@ KEPT_EVENTS = 1024  # pairs of device events; beyond that they are added up earl
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until a device has finished all its work; a CPU always has."""
     if device.type != "cpu":
         torch.get_device_module(device).synchronize(device)
 
 
 def native_backend(device_type: str) -> str:
-    """Return torch's library for messages between devices of a type: nccl, xccl, hccl; gloo for CPUs and where torch has none."""
+    """Return torch's backend for messages between devices of a type: nccl, xccl, hccl; gloo for CPUs and where torch has none."""
     return dist.Backend.default_device_backend_map.get(device_type, "gloo")
 
 
 class CommStats:
-    """What one rank sent, in how many collectives of each kind, how long it waited for them, and how many are in flight.
+    """Statistics of one rank: bytes sent, collectives of each kind, seconds spent waiting for them, and collectives in flight.
 
-    Time is measured by the device's clock if it has one. Whatever overlaps with computation is not waited for and not counted.
+    Time is measured by the device's clock if it has one. Overlap with computation is not counted.
     """
 
     def __init__(self) -> None:
@@ -66,14 +65,13 @@ class CommStats:
         return self._seconds
 
     def started(self, kind: str, sent: int) -> None:
-        """Count one collective in which this rank sends `sent` bytes to others."""
         self.counts[kind] += 1
         self.bytes[kind] += sent
         self.pending += 1
 
     @contextmanager
     def recording(self) -> Iterator[tuple[Counter[str], Counter[str]]]:
-        """Count collectives and bytes apart, by kind, and no time: inside, a device records what it does when it replays."""
+        """Count collectives and bytes apart, by kind, and no time: inside, a device records work for later replays."""
         before = self.counts, self.bytes, self.pending
         self.counts, self.bytes, self._timed = Counter(), Counter(), False
         try:
@@ -82,7 +80,7 @@ class CommStats:
             (self.counts, self.bytes, self.pending), self._timed = before, True
 
     def wait(self, works: Sequence[Any], device: torch.device, on_host: bool) -> None:
-        """Wait for the works of one collective, and add up the time. `on_host`: that of the host."""
+        """Wait for the works of one collective, and add up the time. `on_host`: by the host's clock."""
         if on_host:
             began = time.perf_counter()
             for work in works:
@@ -118,7 +116,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 class Pending:
-    """Messages in flight. Before `wait`, what is sent must not change, and what is received is not there."""
+    """Messages in flight. Before `wait`, the sent data must not change, and the received data is not valid."""
 
     def __init__(
         self, group: RankGroup, kind: str, works: Sequence[Any], sent: int, like: Tensor, staged: Sequence[tuple[Tensor, Tensor]]
@@ -130,16 +128,16 @@ class Pending:
     def wait(self) -> None:
         with trace_range("cp.wait", self._kind):
             self._group.stats.wait(self._works, self._device, self._on_host)
-            self._works = ()  # they keep alive what was sent
+            self._works = ()  # they keep the sent data alive
             for target, host in self._staged:
                 target.copy_(host)
 
 
 class RankGroup:
-    """Ranks that share something along one axis of the mesh.
+    """Ranks along one axis of the mesh.
 
-    Every collective moves exact sizes that all ranks derive on their own: none carries a size, and uneven ones need no padding.
-    On NCCL each is one kernel. Data travels as bytes, because not every backend supports every dtype.
+    Every collective moves exact sizes that each rank derives by itself: no collective carries a size, and uneven ones need no
+    padding. On NCCL each is one kernel. Data travels as bytes, because not every backend supports every dtype.
 
     Args:
         group: process group, or None for a single process.
@@ -158,7 +156,7 @@ class RankGroup:
 
     @property
     def device(self) -> torch.device:
-        """Device for tensors that are made for a collective: only gloo takes them on the host."""
+        """Device for tensors of a collective: only gloo takes them on the host."""
         accelerator = None if self.group is None or self.via_host else torch.accelerator.current_accelerator()
         return accelerator or torch.device("cpu")
 
@@ -166,8 +164,8 @@ class RankGroup:
     def may_overlap(self) -> bool:
         """Whether messages on this group may be in flight together with those of another group of the same ranks.
 
-        Devices may start NCCL's kernels of two groups in different orders, and then wait for each other forever. NCCL 2.26 and
-        newer keep the order of the program if the environment says so.
+        Devices may start NCCL's kernels of two groups in different orders, and deadlock. NCCL 2.26 and newer keep the order of the
+        program if the environment says so.
         """
         if self.size == 1 or self.via_host:
             return True
@@ -208,7 +206,7 @@ class RankGroup:
         return Pending(self, "send", [work], value.nbytes, value, ())
 
     def receive(self, target: Tensor, source: int) -> Pending:
-        """Receive what another rank sends into a contiguous tensor."""
+        """Receive a tensor from another rank into a contiguous tensor."""
         staged: list[tuple[Tensor, Tensor]] = []
         with trace_range("cp.receive"):
             work = dist.irecv(as_bytes(self._landing(target, staged)), self.global_rank(source), self.group)
@@ -255,7 +253,7 @@ class RankGroup:
         with trace_range("cp.weights"):
             if self.size == 1:
                 whole.copy_(part)
-                if whole.device.type != "cpu":  # there is no collective to wait for, and the waiter may use another stream
+                if whole.device.type != "cpu":  # no collective to wait for, and the waiter may use another stream
                     works.append(torch.get_device_module(whole.device).current_stream(whole.device).record_event())
             else:
                 target, source = as_bytes(self._landing(whole, staged)), as_bytes(self._leaving(part))
@@ -285,8 +283,8 @@ class RankGroup:
     def _messages(self, arriving: Sequence[tuple[int, Tensor]], leaving: Sequence[tuple[int, Tensor]]) -> list[Any]:
         """Start receiving tensors from ranks, and sending others to ranks.
 
-        gloo asks for a message in the stream of bytes in which it sends. If it asks after it has begun a long send, as its own
-        alltoall and allgather do, the other side waits for all of that, and a link carries one direction after the other.
+        gloo requests a message in the byte stream in which it sends. After the start of a long send, as in its own alltoall and
+        allgather, the request waits for all of that, and a link carries one direction after the other.
         """
         operations = [dist.P2POp(dist.irecv, as_bytes(tensor), self.global_rank(rank), self.group) for rank, tensor in arriving]
         operations += [dist.P2POp(dist.isend, as_bytes(tensor), self.global_rank(rank), self.group) for rank, tensor in leaving]
@@ -297,7 +295,7 @@ class RankGroup:
         return tensor.cpu() if self.via_host else tensor
 
     def _landing(self, tensor: Tensor, staged: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Return the buffer that the backend receives into; note it in `staged` if it must be copied to `tensor` afterwards."""
+        """Return the buffer that the backend receives into; append it to `staged` if it must be copied to `tensor` afterwards."""
         if not self.via_host or tensor.device.type == "cpu":
             return tensor
         host = torch.empty_like(tensor, device="cpu")
@@ -305,5 +303,5 @@ class RankGroup:
         return host
 
     def global_rank(self, rank: int) -> int:
-        """Return the global number of a rank of this group, modulo its size, as torch's point-to-point functions expect it."""
+        """Return the global number of a rank of this group, modulo its size, for torch's point-to-point functions."""
         return self._global_ranks[rank % self.size]

@@ -18,7 +18,7 @@ from .sharding import Shares
 
 EXACT, EIGHT_BIT = EXCHANGES = ("exact", "8 bit")
 ROTATE_METHODS = ("alltoall", "allgather")
-MAX_SHARE = 100  # of a rank; finer ones are no more right
+MAX_SHARE = 100  # finer shares are no more accurate
 NOT_OF_DIFFUSERS = (
     "batch_degree", "shares", "ulysses_rounds", "exchange", "pipefusion_degree", "num_pipeline_patch", "warmup_steps",
 )  # fmt: skip
@@ -33,7 +33,7 @@ DEGREES = {
 class _NotOfDiffusers:
     @property
     def tensor_parallel_config(self) -> None:
-        """Asked for by enable_parallelism and from_pretrained of diffusers alone. Raises ConfigError."""
+        """Raise ConfigError. Only enable_parallelism and from_pretrained of diffusers read this."""
         raise ConfigError(
             "parallel_config: got a config of cp_runtime; allowed in diffusers' enable_parallelism and from_pretrained: diffusers' "
             "own. Load the model without parallel_config, and call cp_runtime.apply_context_parallel(model, config)."
@@ -59,20 +59,20 @@ class ContextParallelConfig(_NotOfDiffusers):
         batch_degree: groups of ranks that compute items of a batch at the same time, each of them ring x ulysses ranks. A call of
             fewer items is shared by all ranks: the degree of the batch is then one of ulysses. Not in diffusers.
         shares: how much of the tokens, heads and items each rank takes, by rank: (2, 1) where rank 0 is twice as fast as rank 1.
-            Exact whatever they are, and the same on every rank. None = all take as much. Not in diffusers.
+            Any shares give exact results. They must be the same on every rank. None = all take as much. Not in diffusers.
         ulysses_rounds: parts of its heads that a rank exchanges one after the other, so that one travels while another attends: 2
-            to 4 where the exchange takes a good part of the time of attention; beside a ring always 1. The result is the same, bit
+            to 4 where the exchange takes a large part of the attention's time; beside a ring always 1. The result is the same, bit
             for bit. Not in diffusers.
         exchange: "8 bit" sends half of the bytes of half precision, with an error of about half a per cent (docs/numerics.md): for
-            slow links. "exact" sends what is there. Not in diffusers.
+            slow links. "exact" sends the original precision. Not in diffusers.
         pipefusion_degree: stages of the model's blocks, each on a rank of its own; all other degrees are then 1. The names of this
             and the next two are xDiT's. Not in diffusers.
         num_pipeline_patch: parts of the tokens that pass through the stages one behind the other; None = as many as stages. More
             than 1 is approximate (docs/numerics.md). Not in diffusers.
-        warmup_steps: exact calls of every prompt in front of approximate ones. Not in diffusers.
+        warmup_steps: exact calls of every prompt before approximate ones. Not in diffusers.
 
     Raises:
-        ConfigError: naming field, value, what is allowed and what to do.
+        ConfigError: naming field, value, allowed values and remedy.
     """
 
     ring_degree: int | None = None
@@ -144,12 +144,12 @@ class ContextParallelConfig(_NotOfDiffusers):
         return "ring", "ulysses"
 
     def setup(self, rank: int, world_size: int, device: torch.device | str, mesh: Any = None) -> None:
-        """Attach the process groups. `apply_context_parallel` does it for the default process group if nobody did.
+        """Attach the process groups. `apply_context_parallel` does it for the default process group if the caller has not.
 
         Args:
             rank: this process's rank in the default group.
             world_size: number of ranks there.
-            device: where tensors of this rank lie.
+            device: device of this rank's tensors.
             mesh: DeviceMesh; None = the config's own, or all ranks.
 
         Raises:
@@ -200,7 +200,7 @@ class ContextParallelConfig(_NotOfDiffusers):
 
     @property
     def sequence(self) -> SequenceMesh | None:
-        """The ranks that share a sequence, after `setup`: all that compute one call. None when their group was destroyed."""
+        """Ranks that share a sequence, after `setup`: all that compute one call. None once their group was destroyed."""
         sequence: SequenceMesh | None = getattr(self, "_sequence", None)
         return sequence if sequence is not None and sequence.is_alive else None
 
@@ -216,8 +216,8 @@ class ContextParallelConfig(_NotOfDiffusers):
 
     @classmethod
     def of(cls, config: Any) -> ContextParallelConfig:
-        """Take a config of this package or of diffusers, bare or inside a ParallelConfig. Raises ConfigError: it is something else,
-        or asks for another parallelism."""
+        """Convert a config of this package or of diffusers, bare or inside a ParallelConfig. Raises ConfigError for anything else,
+        and for another parallelism."""
         if isinstance(config, ParallelConfig):
             config = config.context_parallel_config or cls()
         if isinstance(config, cls):
@@ -249,8 +249,8 @@ class ParallelConfig(_NotOfDiffusers):
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceSettings:
-    """A user's settings for the sequence axes: as in `ContextParallelConfig`, but degrees are both 0 where they are chosen for
-    every attention (`cost`), and so are rounds."""
+    """A user's settings for the sequence axes: as in `ContextParallelConfig`, but both degrees are 0 if chosen for every attention
+    (`cost`), and so are rounds."""
 
     ring_degree: int = 0
     ulysses_degree: int = 0
@@ -262,7 +262,7 @@ class SequenceSettings:
     exchange: Literal["exact", "8 bit"] = "exact"
 
     def with_degrees(self, ring: int, ulysses: int, rounds: int = 1) -> ContextParallelConfig:
-        """Return the same settings with these degrees, and rounds if none are set."""
+        """Return the same settings with these degrees, and these rounds if none are set."""
         chosen = {"ring_degree": ring, "ulysses_degree": ulysses, "ulysses_rounds": self.ulysses_rounds or rounds}
         return ContextParallelConfig(**{**dataclasses.asdict(self), **chosen})
 
@@ -272,9 +272,9 @@ class PipelineSettings:
     """How calls pass through the stages.
 
     Args:
-        stages: number of them; the ranks are divided into as many groups of neighbours.
+        stages: number of stages; the ranks are divided into as many groups of neighbours.
         patches: parts of the tokens that follow each other; more than one is approximate (PipeFusion).
-        warmup_calls: exact calls of every conditioning in front of the approximate ones.
+        warmup_calls: exact calls of every conditioning before the approximate ones.
     """
 
     stages: int
@@ -282,12 +282,12 @@ class PipelineSettings:
     warmup_calls: int = 1
 
     def bubble(self, runs: int) -> float:
-        """Return the fraction of a call in which a stage has nothing to do, if all runs and stages take as long."""
+        """Return the idle fraction of a stage in a call, if all runs and stages take equally long."""
         return (self.stages - 1) / (runs + self.stages - 1)
 
 
 def axis_sizes(mesh: Any) -> tuple[int, int]:
-    """Return the numbers of ranks on the axes ring and ulysses of a DeviceMesh. Raises ConfigError: it is no DeviceMesh, or lacks
+    """Return the numbers of ranks on the axes ring and ulysses of a DeviceMesh. Raises ConfigError for anything else, or without
     these axes."""
     if not isinstance(mesh, DeviceMesh):
         raise bad_value("mesh", mesh, "a torch.distributed.device_mesh.DeviceMesh", how_to_make_a_mesh())

@@ -32,8 +32,8 @@ class SequenceAxes(NamedTuple):
 class Groups:
     """Process groups of a mesh. Each is created on first use, by all ranks of the world and in the same order.
 
-    torch names the groups that a process creates by a running number. If only some ranks created a group, all later groups would
-    wait for each other.
+    torch names a process's groups by a running number. If only some ranks created a group, all later groups would wait for each
+    other.
 
     Args:
         like: group whose backend they use.
@@ -79,8 +79,7 @@ _of_worlds: WeakKeyDictionary[dist.ProcessGroup, dict[Any, Groups]] = WeakKeyDic
 
 
 def groups_of_world(like: dist.ProcessGroup | None, timeout: timedelta | None = None) -> Groups:
-    """Return the world's `Groups` for a backend and timeout, by default that of `like`. All meshes share it, so no group is created
-    twice."""
+    """Return the world's `Groups` for a backend and timeout, `like`'s by default. All meshes share it: no group exists twice."""
     world = dist.group.WORLD
     if like is None or world is None:
         return Groups(None)
@@ -101,7 +100,7 @@ class SequenceMesh:
         shares: share of each rank; empty = equal shares.
 
     Attributes:
-        plans: what attentions among these ranks keep for the next ones of their shapes.
+        plans: cached plans of attentions among these ranks, by shapes.
     """
 
     def __init__(
@@ -124,11 +123,10 @@ class SequenceMesh:
     def from_device_mesh(cls, mesh: DeviceMesh, shares: Shares = ()) -> SequenceMesh:
         """Build it from a mesh with axes "ring" and "ulysses", in this order; the mesh may have others, such as "fsdp".
 
-        Raises:
-            ConfigError: the ranks do not ascend along them, or the mesh has outlived its process groups.
+        Raises ConfigError if the ranks do not ascend along them, or the mesh has outlived its process groups.
         """
         ranks = mesh[AXES].mesh.flatten().tolist()
-        if ranks != sorted(ranks):  # torch sorts a group's ranks: places in it and in the mesh would differ
+        if ranks != sorted(ranks):  # torch sorts a group's ranks: indices in it and in the mesh would differ
             raise ConfigError(
                 f"mesh: got the ranks {ranks} along ring and ulysses; allowed: ascending ones, ulysses running fastest. "
                 "Build it with init_device_mesh."
@@ -150,7 +148,7 @@ class SequenceMesh:
 
     @cached_property
     def weights(self) -> RankGroup:
-        """These ranks on a process group of their own for weights, created by all ranks of the world.
+        """These ranks on a separate process group for weights, created by all ranks of the world.
 
         Where the meshes of other ranks are unknown, it is the group for tokens, and weights wait for tokens.
         """
@@ -160,7 +158,7 @@ class SequenceMesh:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process group that this was made in still exists."""
+        """Whether the process group of its creation still exists."""
         return self._world is dist.group.WORLD
 
     @property
@@ -181,11 +179,7 @@ class SequenceMesh:
         return reduced(tuple(sum(self.shares[place::ulysses]) for place in range(ulysses))) if self.shares else ()
 
     def axes(self, ring: int, ulysses: int) -> SequenceAxes:
-        """Return this rank's process groups for the given degrees.
-
-        Raises:
-            PlanError: their product is not the number of ranks.
-        """
+        """Return this rank's process groups for the given degrees. Raises PlanError unless their product is the number of ranks."""
         if ring * ulysses != self.size:
             raise PlanError(f"ring_degree x ulysses_degree: got {ring} x {ulysses}; the sequence is shared by {self.size} ranks")
         if (ring, ulysses) not in self._axes:
@@ -245,10 +239,7 @@ class BatchMesh(SequenceMesh):
 
     def sequence(self, groups: int = 1) -> SequenceMesh:
         """Return the ranks that share a sequence with this one when there are `groups` batch groups. All ranks must ask alike.
-
-        Raises:
-            PlanError: the ranks do not divide by it.
-        """
+        Raises PlanError if the ranks do not divide by it."""
         if self.size % groups:
             raise PlanError(f"{self.size} ranks cannot form {groups} batch groups of the same size")
         if groups == 1:
@@ -267,10 +258,7 @@ class BatchMesh(SequenceMesh):
 
     def stage(self, stages: int) -> Stage:
         """Return this rank's stage when neighbours form `stages` of the same size, the last one first. All ranks must ask alike.
-
-        Raises:
-            PlanError: the ranks do not divide by it.
-        """
+        Raises PlanError if the ranks do not divide by it."""
         if self.size % stages:
             raise PlanError(f"{self.size} ranks cannot form {stages} stages of the same size")
         if stages not in self._stages:
@@ -288,8 +276,8 @@ class BatchMesh(SequenceMesh):
         return tuple(sum(self.shares[at : at + each]) for at in range(0, self.size, each))[::-1] if self.shares else ()
 
     def first(self, count: int) -> BatchMesh | None:
-        """Return a mesh of the first ranks, with every group that a call of theirs may need; None on all other ranks. All ranks
-        must ask alike: torch creates a group only if all take part, members or not."""
+        """Return a mesh of the first ranks, with every group that their calls may need; None on all other ranks. All ranks must ask
+        alike: torch creates a group only if all take part, members or not."""
         if count == self.size:
             return self
         if count not in self._firsts:
@@ -309,14 +297,12 @@ class BatchMesh(SequenceMesh):
 
     @cached_property
     def alone(self) -> BatchMesh:
-        """A mesh of this rank only."""
         return BatchMesh(None, None, self.stats)
 
     def members(self, groups: int) -> list[list[int]]:
         return form_groups(self.size, groups, self.shares)
 
     def index(self, groups: int) -> int:
-        """Return the index of this rank's batch group."""
         return next(index for index, ranks in enumerate(self.members(groups)) if self.rank in ranks)
 
     def group_shares(self, groups: int) -> Shares:
@@ -325,7 +311,7 @@ class BatchMesh(SequenceMesh):
 
 
 class Stage(NamedTuple):
-    """A stage of a model. `ranks`: that compute it. `pipeline_group`: one rank of each stage, the last stage first."""
+    """A stage of a model. `ranks`: its ranks. `pipeline_group`: one rank of each stage, the last stage first."""
 
     ranks: BatchMesh
     pipeline_group: RankGroup

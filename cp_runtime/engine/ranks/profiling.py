@@ -26,10 +26,7 @@ def trace_range(name: str, detail: str = "") -> AbstractContextManager[Any]:
 
 class CallTraces:
     """Traces a rank's second to fourth call into `rank<N>.json` of the folder `CP_PROFILE`, for chrome://tracing or Perfetto.
-
-    Raises:
-        ConfigError: the folder cannot be created.
-    """
+    Raises ConfigError if the folder cannot be created."""
 
     def __init__(self, rank: int) -> None:
         self._profile: torch.profiler.profile | None = None

@@ -1,21 +1,21 @@
 """Which tokens, and which items of a batch, belong to which rank: arithmetic.
 
-Every rank derives the ranges of *all* ranks from (stream lengths, world size, shares). Therefore no collective ever carries a
-size, and uneven lengths are exact.
+Every rank derives the ranges of *all* ranks from (stream lengths, world size, shares). Therefore no collective ever carries a size,
+and uneven lengths are exact.
 
-Layout invariant: each stream (for example text, image) is split on its own, into contiguous ranges, and the first `length % world`
+Layout invariant: each stream (for example text, image) is split separately, into contiguous ranges, and the first `length % world`
 ranks hold one token more (as in `torch.tensor_split`). With *shares*, such as (2, 1) for a rank that is twice as fast as the other,
 ranks hold tokens in proportion, unless some would then have none although there are enough for all. A rank holds the concatenation
 of its ranges in stream order ("local"). An all-to-all returns the concatenation of all locals in rank order ("gathered"). The
-unsharded model would use "joint" order. Attention without a mask does not depend on the order of keys, so nothing is reordered;
+unsharded model would use "joint" order. Attention without a mask does not depend on the order of keys, so tokens are not reordered;
 masks are brought into gathered order instead.
 
-If a stream has fewer tokens than there are ranks, some ranks get none. Models cannot run on an empty stream, so such a rank holds
-a copy of the stream's first token, a *stand-in*, which it computes on but never sends or returns.
+If a stream has fewer tokens than there are ranks, some ranks get none. Models cannot run on an empty stream, so such a rank holds a
+copy of the stream's first token, a *stand-in*, which it computes on but never sends or returns.
 
-Two kinds of streams differ (`Split`). A stream of frames is split inside each frame, so that what a model does per frame needs
-no other rank. A replicated stream is held in full by every rank, because the model slices it by absolute lengths between blocks;
-its attention is shared out like that of any other stream, and the results are gathered.
+Two kinds of streams differ (`Split`). A stream of frames is split inside each frame, so that per-frame operations need no other
+rank. A replicated stream is held in full by every rank, because the model slices it by absolute lengths between blocks; its
+attention is shared out like that of any other stream, and the results are gathered.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ if TYPE_CHECKING:
 
 Segment = tuple[int, int]
 Shares = tuple[int, ...]
-"""How much each of some ranks takes, relative to the others; empty = all take as much."""
+"""Relative amounts of work of some ranks; empty = equal."""
 
 
 @lru_cache(maxsize=256)
 def split_sizes(length: int, parts: int, shares: Shares = ()) -> tuple[int, ...]:
-    """Return how many of `length` items each part gets, in proportion to its share.
+    """Return the number of items in each part, out of `length`, in proportion to its share.
 
     Uses D'Hondt's method: each item goes to the part with the lowest (items + 1) / share, the first one on a tie. This minimises
-    the largest items / share; with equal shares it gives what `torch.tensor_split` gives.
+    the largest items / share; with equal shares it equals `torch.tensor_split`.
     """
     weights = shares or (1,) * parts
     sizes = [length * weight // sum(weights) for weight in weights]  # a lower bound for D'Hondt's method
@@ -67,7 +67,7 @@ def batch_groups(items: int, ranks: int, degree: int, sequence: bool, group_shar
     """Return the number of groups of ranks that share a batch out.
 
     Args:
-        degree: that the user asked for; 0 = choose.
+        degree: the user's setting; 0 = choose.
         sequence: whether the ranks of a group can share a sequence. If so, there are as many groups as divide the batch. If not,
             only the batch can be shared, and groups may be of uneven sizes.
         group_shares: number of groups -> their shares. Groups with unequal shares must get nearly proportional items.
@@ -96,13 +96,13 @@ def in_rounds(sizes: Sequence[int], ranks: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Split:
-    """How one stream is split.
+    """The split of one stream.
 
     Args:
-        frames: number of equally long runs, each split on its own.
+        frames: number of equally long runs, each split separately.
         replicated: every rank holds all tokens, and contributes a contiguous share of them to attention.
         unit: number of tokens that stay together, such as those of a row of a picture.
-        least: units that a rank needs; if there are fewer for each, only the first ranks have any.
+        least: minimum of units per rank; with fewer, only the first ranks have any.
     """
 
     frames: int = 1
@@ -141,7 +141,6 @@ class JointLayout:
 
     @cached_property
     def total(self) -> int:
-        """Tokens of all streams together."""
         return sum(self.lengths)
 
     @cached_property
@@ -169,7 +168,7 @@ class JointLayout:
                 yield owned or tuple((at, at + min(split.least * split.unit, size)) for at in starts), owned
 
     def window(self, rank: int) -> Segment:
-        """Return (start, stop) that a rank holds of the only stream. Raises PlanError if that is not a single segment."""
+        """Return (start, stop) that a rank holds of the only stream. Raises PlanError unless that is a single segment."""
         ((segments),) = self.held[rank]
         if len(segments) != 1:
             raise PlanError("token positions and ranges do not work on a stream that is split inside its frames. Correct the plan.")
@@ -182,7 +181,7 @@ class JointLayout:
 
     @cached_property
     def local_lengths(self) -> tuple[int, ...]:
-        """Number of tokens that each rank holds, stand-ins included: what a module sees."""
+        """Number of tokens that each rank holds, stand-ins included: the length that a module sees."""
         return tuple(_count(streams) for streams in self.held)
 
     @cached_property
@@ -205,7 +204,7 @@ class JointLayout:
                 at += stop - start
 
     def replicated(self, rank: int) -> Iterator[tuple[slice, slice, tuple[int, ...]]]:
-        """Yield, per replicated stream: slice of its share in what the rank contributes, its slice in what it holds, all shares."""
+        """Yield, per replicated stream: slice of its share in the rank's contribution, its slice in the rank's tokens, shares."""
         if not any(split.replicated for split in self.splits):
             return
         share_at = held_at = 0
@@ -217,7 +216,7 @@ class JointLayout:
             share_at, held_at = share_at + share, held_at + whole
 
     def positions(self, ranks: Sequence[int], device: torch.device, *, held: bool = False) -> Tensor:
-        """Return the joint positions of what some ranks contribute, or hold, one rank after the other."""
+        """Return the joint positions of the tokens that some ranks contribute, or hold, one rank after the other."""
         runs = [segment for rank in ranks for segments in (self.held if held else self.owned)[rank] for segment in segments]
         return self._index((tuple(ranks), held), device, runs)
 
@@ -290,13 +289,13 @@ def clip_range(start: int, stop: int, window: tuple[int, int]) -> tuple[int, int
 
 @dataclass(frozen=True)
 class BatchShares:
-    """How the items of a call are shared out over groups of ranks.
+    """The assignment of a call's items to groups of ranks.
 
     Args:
         groups: number of groups, each of which computes some items.
-        items: size of dimension 0 of what is stacked.
+        items: size of dimension 0 of the stacked tensors.
         unit: number of items that belong together, as the frames of a video where they are stacked.
-        stacked: names of the arguments that are stacked.
+        stacked: names of the stacked arguments.
         shares: share of each group; empty = equal shares.
     """
 

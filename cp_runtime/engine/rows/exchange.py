@@ -1,4 +1,4 @@
-"""Rows of an image on ranks, and rows next to a rank's own, fetched from the ranks that have them.
+"""Rows of an image on ranks, and their neighbouring rows, fetched from other ranks.
 
 A VAE processes the same picture at several resolutions. Rows are counted at the coarsest one, the latent's; a tensor with `scale`
 times as many rows is split at `scale` times the same positions, so that up- and downsampling by whole numbers stays local.
@@ -15,19 +15,20 @@ from ..ranks.sharding import JointLayout, Segment, Shares, Split, joint_layout
 
 
 def row_layout(rows: int, world_size: int, least: int = 1, shares: Shares = (), unit: int = 1) -> JointLayout:
-    """Return which ranks have which rows (or columns) of the latent, or which attention tokens made of them, `unit` for each row.
+    """Return the layout of the latent's rows (or columns) on the ranks, or of the attention tokens made of them, `unit` for each
+    row.
 
-    A rank without rows of its own holds the first ones as *stand-ins*: it computes on them, but never sends or returns the result.
+    A rank without rows holds the first ones as *stand-ins*: it computes on them, but never sends or returns the result.
 
     Args:
-        least: rows that a rank needs at least; if there are fewer per rank, some ranks have none.
+        least: minimum of rows per rank; with fewer, some ranks have none.
         shares: share of each rank, as far as each then gets `least` rows.
     """
     return joint_layout((rows * unit,), world_size, (Split(unit=unit, least=least),), shares)
 
 
 def needed(layout: JointLayout, rank: int, scale: int, above: int, below: int) -> tuple[Segment, Segment]:
-    """Return (start, stop) of the other ranks' rows that a rank needs, above and below its own, at `scale` rows for each."""
+    """Return (start, stop) of the other ranks' rows that a rank needs, above and below its rows, at `scale` rows for each."""
     start, stop = (scale * row for row in layout.contributed(rank))
     if stop == start:
         return (0, 0), (0, 0)
@@ -35,7 +36,7 @@ def needed(layout: JointLayout, rank: int, scale: int, above: int, below: int) -
 
 
 class Neighbours:
-    """Rows above and below a rank's own, in flight in one collective. Every rank must start it, needed or not.
+    """Rows above and below those of a rank, in flight in one collective. Every rank must start it, needed or not.
 
     Args:
         own: this rank's rows, without padding.
@@ -45,7 +46,7 @@ class Neighbours:
         above, below: number of rows wanted on either side.
 
     Attributes:
-        missing: numbers of rows on either side that the picture does not have.
+        missing: numbers of wanted rows beyond the picture's edges.
     """
 
     def __init__(self, group: RankGroup, own: Tensor, dim: int, layout: JointLayout, scale: int, above: int, below: int) -> None:
@@ -57,7 +58,7 @@ class Neighbours:
         self.missing = above - self._counts[0], below - self._counts[1]
 
         def of(source: int, to: int) -> list[Segment]:
-            """Return the rows of a rank that another one wants."""
+            """Return the rows of a rank that another rank wants."""
             found = [(max(start, there[source][0]), min(stop, there[source][1])) for start, stop in wanted[to]]
             return [(start, stop) for start, stop in found if start < stop]
 
@@ -69,7 +70,7 @@ class Neighbours:
         self._pending = group.all_to_all(send, sent, self._received, self._arriving, "halo")
 
     def wait(self) -> tuple[Tensor, Tensor]:
-        """Return the rows above and below, in order, with zeros for those that are missing."""
+        """Return the rows above and below, in order, with zeros for missing ones."""
         self._pending.wait()
         # Ranks ascend with their rows, and a rank lies either above or below this one.
         whole = torch.cat([rows_of(part, self._own, self._dim) for part in self._received.split(self._arriving)], self._dim)

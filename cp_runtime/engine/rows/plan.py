@@ -1,4 +1,4 @@
-"""Plans of VAEs, which say what torch's functions do not show, and a VAE's call on a part of the rows."""
+"""Plans of VAEs, with the facts that torch's functions do not show, and a VAE's call on a part of the rows."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class RowPlan:
     Args:
         family: name shown to users.
         model_class: full name of its class.
-        attention: attribute in which its modules keep their attention function, `(q, k, v)` of `[B, C, ..., rows, columns]`;
-            None = they call torch's.
+        attention: attribute with the attention function of its modules, `(q, k, v)` of `[B, C, ..., rows, columns]`; None = they
+            call torch's.
         least: rows of the latent that a rank needs: 2 if padding reflects.
-        budget: name of a function, in the VAE class's module, that returns how many bytes of activations to compute at once.
+        budget: name of a function, in the VAE class's module, that returns the bytes of activations to compute at once.
         refuses: why a VAE of this class cannot run on a part of the rows, or None.
     """
 
@@ -44,12 +44,7 @@ class RowPlan:
     refuses: Callable[[nn.Module], str | None] | None = None
 
     def check(self, model: nn.Module) -> None:
-        """Check that a model is the planned VAE, and can run on a part of the rows.
-
-        Raises:
-            UnsupportedError: it cannot.
-            PlanError: it is another VAE.
-        """
+        """Raise PlanError if the model is another VAE than planned, UnsupportedError if it cannot run on a part of the rows."""
         reason = self.refuses(model) if self.refuses is not None else None
         if reason is not None:
             raise UnsupportedError(reason)
@@ -60,7 +55,7 @@ class RowPlan:
 
 
 def attending(model: nn.Module, attribute: str | None) -> list[nn.Module]:
-    """Return the modules that keep their attention function in the given attribute."""
+    """Return the modules with an attention function in the given attribute."""
     return [module for module in model.modules() if attribute in vars(module)]
 
 
@@ -90,7 +85,7 @@ def run_on_rows(
 
     Args:
         model: the VAE.
-        run: its own `decode` or `encode`.
+        run: its `decode` or `encode`.
         whole: its whole input, `[B, C, ..., rows, columns]`.
         ratio: rows of `whole` for each row of the latent: 1 to decode, the VAE's compression to encode.
         first_only: only the first rank gets the result; None on all others.

@@ -1,11 +1,11 @@
-"""Run a VAE's own forward on a part of the rows, completing what looks across rows with those of other ranks.
+"""Run a VAE's own forward on a part of the rows, and fetch other ranks' rows for operations that look across rows.
 
-Everything that a VAE computes reaches torch as a few functions. Of these, convolutions look at neighbouring rows, and GroupNorm and
+All computation of a VAE reaches torch as a few functions. Of these, convolutions look at neighbouring rows, and GroupNorm and
 attention at all rows. While the forward runs, `SplitRows` performs those together with the other ranks; all other functions just
 see a picture with fewer rows.
 
 - A convolution runs on this rank's rows as they are. Meanwhile the neighbouring rows arrive, and the few rows of the result that
-  depend on them are computed again. Nothing large is copied, and it does not matter how the picture's edges are padded (zeros,
+  depend on them are computed again. Large tensors are not copied, and the padding of the picture's edges does not matter (zeros,
   replicated, reflected, by the convolution or before it): only padding between ranks is replaced.
 - GroupNorm uses mean and variance of all rows, merged from each rank's in float32.
 - Attention is `context_parallel_attention` over the tokens of all ranks.
@@ -88,7 +88,7 @@ class SplitRows(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def gather(self, local: Tensor, *, first_only: bool = False) -> Tensor | None:
-        """Return the rows of all ranks, given this rank's. With `first_only`, only the first rank gets them; None on all others."""
+        """Gather the rows of all ranks. With `first_only`, only the first rank gets them; None on all others."""
         group, dim = self._mesh.whole, self._dim
         scale, rest = divmod(local.shape[dim], self._held)
         if rest:
@@ -144,7 +144,7 @@ class SplitRows(TorchFunctionMode):
     def _around(
         self, x: Tensor, own: Tensor, window: Window, neighbours: Neighbours, edges: tuple[bool, bool]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what the convolution reads: rows above, its own, and rows below. `edges`: which are the picture's padding."""
+        """Return the rows that the convolution reads: above, this rank's, below. `edges`: which are the picture's."""
         above, below = neighbours.wait()
         given = x.split([window.given, window.rows, x.shape[self._dim] - window.given - window.rows], self._dim)
         if x.shape[self._dim] > window.rows:  # it is padded
@@ -231,21 +231,21 @@ class SplitRows(TorchFunctionMode):
 
 
 class Window:
-    """The rows that a convolution reads: this rank's own and their neighbours.
+    """The rows that a convolution reads: those of this rank and their neighbours.
 
     Rows are counted from this rank's first one; row j of the result reads `reach` rows from `j * stride - above` on.
 
     Args:
-        size: rows of its input, including padding that it already has.
+        size: rows of its input, including existing padding.
         held: rows of the latent that this rank holds.
         reach: rows that one row of the result spans.
         padding: rows that the convolution itself adds on either side.
 
     Attributes:
-        rows: this rank's own, without padding.
-        given: rows of padding that the input already has above them.
+        rows: rows of this rank, without padding.
+        given: rows of existing padding above them.
         out: rows of the result.
-        above, below: rows beyond its own that the result reads.
+        above, below: rows of other ranks or padding that the result reads.
 
     Raises:
         PlanError: the result would not have a whole number of rows for each row of the latent.
@@ -267,16 +267,16 @@ class Window:
 
     @property
     def first_complete(self) -> int:
-        """First row of the result that depends on no row above this rank's own."""
+        """First row of the result that depends on no row above this rank's."""
         return min(self.out, math.ceil(self.above / self._stride))
 
     @property
     def last_complete(self) -> int:
-        """End (exclusive) of the rows of the result that depend on no row below this rank's own."""
+        """End (exclusive) of the rows of the result that depend on no row below this rank's."""
         return max(0, min(self.out, (self.rows + self.above - self._reach) // self._stride + 1))
 
     def reads(self, begin: int, end: int) -> tuple[int, int]:
-        """Return (start, stop) of the rows that rows [begin, end) of the result read, counted from the first one above."""
+        """Return (start, stop) of the rows that rows [begin, end) of the result read, counted from the first row above."""
         return begin * self._stride, (end - 1) * self._stride + self._reach
 
 

@@ -1,4 +1,4 @@
-"""The parts of a model that are shared out: its blocks, wherever a model keeps them."""
+"""The blocks of a model, found in its lists of modules."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ SMALLEST = 1 << 14  # least bytes of a block: smaller ones are not worth a messa
 
 
 class Slot(NamedTuple):
-    """The place of a parameter: an entry of `compat.parameter_slots`."""
+    """A parameter's location: an entry of `compat.parameter_slots`."""
 
     module: nn.Module
     key: str
 
 
 class Block:
-    """A module whose weights come and go together.
+    """A module whose weights are moved together.
 
     Args:
         name: its path in the model.
-        slots: of each of its weights, by the weight's path in the model; a weight that several modules share has several.
+        slots: slots of each of its weights, by the weight's path in the model; a weight that several modules share has several.
     """
 
     def __init__(self, name: str, module: nn.Module, slots: dict[str, list[Slot]]) -> None:
         self.name, self.module, self.slots = name, module, slots
-        # Even where nothing is recorded, torch adds up in another order if a weight says so (`at::matmul`), unless it cannot.
+        # Even without autograd, torch may add up in another order for weights with requires_grad (`at::matmul`). Inference tensors
+        # cannot have it.
         self._requires_grad = [weight.requires_grad and not weight.is_inference() for weight in self.weights]
 
     @property
@@ -63,11 +64,10 @@ class Sizes(NamedTuple):
 
     @property
     def whole(self) -> int:
-        """Bytes of all of them."""
         return self.blocks + self.rest
 
     def per_rank(self, ranks: int, *, on_host: bool = False) -> int:
-        """Return the bytes on the device of one rank. `ranks`: how many share the model. Two whole blocks are there at a time."""
+        """Return the bytes on the device of one rank out of `ranks` that share the model. It holds two whole blocks at a time."""
         return self.rest + 2 * self.largest + (0 if on_host else -(-self.blocks // ranks))
 
 
@@ -109,7 +109,7 @@ def _weights_in(model: nn.Module, path: str = "") -> dict[int, tuple[str, list[S
 
 
 def sizes_of(model: nn.Module, dtype_of: Callable[[nn.Module, str], torch.dtype] | None = None) -> Sizes:
-    """Return the sizes of a model's weights. `dtype_of`: dtype of a module's parameter on a device, if that is another one."""
+    """Return the sizes of a model's weights. `dtype_of`: dtype of a module's parameter on a device, if it differs."""
 
     def nbytes(slot: Slot) -> int:
         weight: Tensor = parameter_slots(slot.module)[slot.key]

@@ -1,7 +1,7 @@
-"""Weights whose pages in a file have another dtype than the one that they count as.
+"""Weights whose pages in a file have another dtype than they appear to have.
 
-A loader that converts a file's weights makes a copy of them in every process. These are converted where they are used instead: on
-the device that they are copied to, one at a time, with the same rounding.
+A loader that converts a file's weights copies them in every process. These are converted on use instead: on the target device of a
+copy, one at a time, with the same rounding.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ aten = torch.ops.aten
 
 
 class CastWeight(Tensor):
-    """A weight of one dtype whose numbers lie somewhere in another one.
+    """A weight of one dtype whose numbers are stored in another one.
 
-    Whatever reads it gets numbers of its own dtype. Whatever takes a view of it or writes to it makes them memory of this process,
-    in that dtype, for good: `settled`.
+    Reads give numbers of its own dtype. A view of it, or a write to it, converts the numbers in this process's memory for good:
+    `settled`.
     """
 
-    _held: list[Tensor]  # the one place of its numbers, which everything detached from it shares
+    _held: list[Tensor]  # the storage, shared by every tensor detached from this one
     __torch_function__ = no_torch_function
 
     def __new__(cls, held: list[Tensor], dtype: torch.dtype) -> CastWeight:
@@ -38,17 +38,17 @@ class CastWeight(Tensor):
 
     @property
     def held(self) -> Tensor:
-        """Its numbers as they lie in memory."""
+        """The stored numbers."""
         return self._held[0]
 
     def plain(self, device: torch.device | None = None) -> Tensor:
-        """Return a plain tensor of its dtype, on a device or where it is. A copy, unless it is settled."""
+        """Return a plain tensor of its dtype, on `device` or its current one. A copy, unless it is settled."""
         return self.held.to(device or self.device).to(self.dtype)
 
     def settled(self) -> Tensor:
         """Convert the weight in this process's memory, once and for all, and return it."""
         if self.held.dtype != self.dtype:
-            with torch.inference_mode(False), torch.no_grad():  # good for every mode, whichever the caller is in
+            with torch.inference_mode(False), torch.no_grad():  # usable in every mode, whichever the caller is in
                 self._held[0] = self.plain()
         return self.held
 
@@ -79,7 +79,7 @@ class CastWeight(Tensor):
             return False  # `module.to` then makes another parameter
         if function is aten.empty_like.default:
             return function(args[0].held, **{**kwargs, "dtype": kwargs.get("dtype") or args[0].dtype})
-        made = function.decompose(*args, **kwargs)  # `to` is a copy, or nothing; it depends
+        made = function.decompose(*args, **kwargs)  # `to` may be a copy or a no-op
         if made is not NotImplemented:
             return made
         device = kwargs.get("device")
@@ -108,7 +108,7 @@ def counting_as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def memory_of(weight: Tensor) -> Tensor:
-    """Return the tensor whose memory holds the numbers of a plain one."""
+    """Return the plain tensor that stores a weight's numbers."""
     return weight.held if isinstance(weight, CastWeight) else weight
 
 

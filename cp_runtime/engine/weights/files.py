@@ -1,7 +1,6 @@
-"""Safetensors files as tensors that are pages of the file, however large it is.
+"""Safetensors files as memory-mapped tensors, of any size.
 
-safetensors' own reader maps a file like memory that could all be written to, which the kernel refuses for one that is larger than
-the machine's memory.
+safetensors' own reader maps a file writable, which the kernel refuses for a file larger than the machine's memory.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 MAPPED = (".safetensors", ".sft")
-"""How the names of such files end."""
+"""Suffixes of such files."""
 
 NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which `mmap` names from Python 3.13 on
 _DTYPES = {
@@ -26,17 +25,15 @@ _DTYPES = {
 
 
 def mapped_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, str] | None]:
-    """Return the tensors of a file by name, and its metadata. No tensor is read before it is used.
-
-    The mapping is private: writes to a tensor stay in this process.
+    """Return the tensors of a file by name, and its metadata. Tensors are read on first use. Writes to them stay in this process.
 
     Raises:
-        OSError, safetensors.SafetensorError: it cannot be read, or is no such file.
+        OSError, safetensors.SafetensorError: the file cannot be read, or has another format.
         ValueError: it holds a dtype that this torch does not have.
     """
-    from safetensors import safe_open  # a part of diffusers and of ComfyUI; nothing else here needs it
+    from safetensors import safe_open  # a part of diffusers and of ComfyUI; only this function needs it
 
-    with safe_open(path, framework="numpy") as checked:  # that the header is true to the file
+    with safe_open(path, framework="numpy") as checked:  # checks that the header matches the file
         metadata: dict[str, str] | None = checked.metadata()
     with open(path, "rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))

@@ -1,7 +1,7 @@
-"""Packs weights into one run of bytes, which every rank keeps a part of, and unpacks them.
+"""Pack weights into one run of bytes, of which every rank keeps a shard, and unpack them.
 
-Bytes and not numbers: what comes back is what went in, in every format. A tensor that wraps others, as quantised weights do, names
-them by torch's `__tensor_flatten__`.
+Bytes rather than numbers, so that every format survives unchanged. A tensor that wraps others, as quantised weights do, names them
+by torch's `__tensor_flatten__`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ...nested import dressed_as, is_plain_storage_subclass, stored, tensors
 ALIGNMENT = 256  # bytes; kernels want 16, CPU libraries 64, and CUDA allocates in steps of this
 
 Build = Callable[[Iterator[Tensor]], Tensor]
-"""Takes the plain tensors of a weight from the front, and puts the weight together."""
+"""Takes the plain tensors of a weight from the front of an iterator, and rebuilds the weight."""
 
 
 class Part(NamedTuple):
-    """The place and layout of a plain tensor in the run. `offset`: bytes."""
+    """Offset in bytes and layout of a plain tensor in the run."""
 
     offset: int
     nbytes: int
@@ -54,14 +54,14 @@ class Packing:
         return [build(parts) for build in self._builds]
 
     def absent(self, device: torch.device, names: Sequence[str], remedy: str) -> list[Tensor]:
-        """Return stand-ins for the weights while they are not there: see `AbsentWeight`."""
+        """Return stand-ins for absent weights: see `AbsentWeight`."""
         parts, weights = iter(self._parts), []
         for name, build in zip(names, self._builds, strict=True):
             weights.append(build(AbsentWeight(part, device, name, remedy) for part in parts))
         return weights
 
     def copy_range(self, weights: Sequence[Tensor], begin: int, target: Tensor) -> None:
-        """Fill `target` `[bytes]` with the run from `begin` on, given the weights. Other bytes of them are not read."""
+        """Fill `target` `[bytes]` with the run from `begin` on, given the weights. Their other bytes are not read."""
         parts = [part for weight in weights for part in stored(weight)]
         end = begin + target.numel()
         for at, part in zip(self._parts, parts, strict=True):
@@ -70,7 +70,7 @@ class Packing:
                 target[low - begin : high - begin].copy_(_raw(part)[low - at.offset : high - at.offset])
 
 
-# What reads or replaces numbers without an operator that `__torch_dispatch__` sees. A pickle would hold a weight without numbers.
+# Reads or replacements of numbers without an operator that `__torch_dispatch__` sees. A pickle would hold a weight without numbers.
 AROUND_OPERATORS = {
     Tensor.__reduce_ex__,
     Tensor.numpy,
@@ -83,10 +83,9 @@ SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class AbsentWeight(Tensor):
-    """A weight that is not in this process now. It knows shape, dtype and device, and no number.
+    """A weight that is not in this process now. It has shape, dtype and device, but no numbers.
 
-    What asks for its numbers, or would give it some, is refused: PlanError. What needs none, as `to` the device that it is for,
-    passes.
+    Operations that need its numbers, or would give it some, raise PlanError. Others, as `to` its own device, pass.
     """
 
     _message: str
@@ -101,7 +100,7 @@ class AbsentWeight(Tensor):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        changes = function == SET_DATA and args[0] is not args[1]  # `module.to` sets what stayed as it was
+        changes = function == SET_DATA and args[0] is not args[1]  # `module.to` sets unchanged weights, too
         if changes or function in AROUND_OPERATORS:
             raise PlanError(next(value for value in tensors(args) if isinstance(value, AbsentWeight))._message)
         return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
@@ -109,7 +108,7 @@ class AbsentWeight(Tensor):
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         absent = next(value for value in tensors((args, kwargs or {})) if isinstance(value, AbsentWeight))
-        if function is torch.ops.aten.detach.default:  # of a state dict, for its names
+        if function is torch.ops.aten.detach.default:  # for the names in a state dict
             return absent
         raise PlanError(absent._message)
 
@@ -141,12 +140,12 @@ def _dress(weight: Tensor, parts: Iterator[Tensor]) -> Tensor:
 
 
 def _dense_stride(tensor: Tensor) -> tuple[int, ...]:
-    """Return the stride with which the numbers of a tensor fill a piece of memory: its own if they do."""
+    """Return the stride with which the tensor's numbers fill a piece of memory: its own if they do."""
     return torch.empty_like(tensor, device="meta").stride()
 
 
 def _raw(tensor: Tensor) -> Tensor:
-    """View the bytes of a tensor in the order in which they lie in memory; of a copy where it is not dense."""
+    """View the bytes of a tensor in memory order; of a copy where it is not dense."""
     tensor = tensor.detach()
     dense = tensor if tensor.stride() == _dense_stride(tensor) else tensor.clone()
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)

@@ -16,12 +16,10 @@ Ranges = list[tuple[int, int]]  # (first address, address after the last)
 
 
 def mapped(path: str, *, unwritten: bool = False) -> Ranges:
-    """Return the ranges of addresses at which this process has mapped a file.
+    """Return the ranges of addresses at which this process has mapped a file. `unwritten`: only those without a page that this
+    process has written to, and has to itself since.
 
-    What the kernel calls its device and inode is read off a page that is mapped for it: some file systems have `stat` name others.
-
-    Args:
-        unwritten: only those without a page that this process has written to, and has to itself since.
+    Device and inode come from a page mapped for this purpose: on some file systems `stat` reports others than the kernel.
     """
     with open(path, "rb") as file:
         page = frombuffer(mmap.mmap(file.fileno(), 1, access=mmap.ACCESS_COPY), dtype=uint8)
@@ -38,7 +36,7 @@ _PRESENT, _SWAPPED, _SHARED = 1 << 7, 1 << 6, 1 << 5
 
 
 def _was_written(span: tuple[int, int]) -> bool:
-    """Return whether a page of these addresses, at which a file is mapped, is no longer that of the file."""
+    """Return whether a page of these addresses, at which a file is mapped, is no longer the file's."""
     start, stop = (address // mmap.PAGESIZE * 8 for address in span)
     with open("/proc/self/pagemap", "rb") as entries:
         entries.seek(start)
@@ -55,10 +53,10 @@ def inside(tensor: Tensor, ranges: Ranges) -> bool:
 
 
 def give_back(weights: Iterable[Tensor], pages: Ranges) -> None:
-    """Take pages that this process has read off its memory. They stay in the computer's page cache, and can be read again.
+    """Release this process's pages of a file. They stay in the computer's page cache, and can be read again.
 
     Args:
-        weights: in use, so that no other memory can have come to their place.
+        weights: in use, so their addresses cannot hold other memory by now.
         pages: ranges of addresses at which the file is mapped; other memory would lose its contents.
     """
     libc = ctypes.CDLL(None)
@@ -71,7 +69,7 @@ def give_back(weights: Iterable[Tensor], pages: Ranges) -> None:
 
 
 def trim_heap() -> None:
-    """Give this process's free memory back. glibc keeps memory on its heap below a piece that is in use."""
+    """Return this process's free memory to the system. glibc keeps memory on its heap below a used piece."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

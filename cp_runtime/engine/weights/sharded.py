@@ -1,12 +1,12 @@
-"""Blocks whose weights are split over the ranks, and put together while they run.
+"""Blocks whose weights are sharded over the ranks, and gathered while they run.
 
-The bytes of a block's weights are one run (`packing`), cut into pieces, and each piece into as many parts as there are ranks. An
-all-gather puts a piece together in a *buffer*; the block's parameters are views of that. There are two buffers: while one block
-runs, the next one is fetched, in the order of the last call, and in as many portions as the block has attentions and one more, so
-that fetching and the attention's own exchanges do not compete for the link: a portion starts behind an attention, and runs beside
-what comes after, where ranks may send two things at a time (`RankGroup.may_overlap`).
+The bytes of a block's weights are one run (`packing`), cut into pieces, and each piece into one part per rank. An all-gather puts a
+piece together in a *buffer*; the block's parameters are views of that. There are two buffers: while one block runs, the next one is
+fetched, in the order of the last call, in one portion per attention of the block and one more. So fetching and the attention's
+exchanges do not compete for the link: a portion starts behind an attention, and overlaps with the work after it, where ranks may
+send two messages at a time (`RankGroup.may_overlap`).
 
-Every rank enters the same blocks in the same order, so that all of them send the same pieces.
+Every rank enters the same blocks in the same order, so all of them send the same pieces.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ PORTABLE = 1  # cudaHostRegisterPortable: for every context of the process
 
 
 class ShardedBlock:
-    """A block that this rank keeps its part of.
+    """A block of which this rank keeps a shard.
 
     Args:
         block: has its weights in its slots.
-        weights: to take instead of those, for example with a LoRA in them; they may lie anywhere.
-        on_host: keep the part in the host's memory.
+        weights: used instead of those, for example with a LoRA in them; they may lie anywhere.
+        on_host: keep the shard in the host's memory.
 
     Attributes:
-        buffer: where it is put together; None while it has none.
-        fetched: number of its pieces that have been asked for.
-        pending: those that are on their way.
+        buffer: the buffer of the gathered weights, or None.
+        fetched: number of pieces requested.
+        pending: pieces in flight.
     """
 
     def __init__(
@@ -61,23 +61,23 @@ class ShardedBlock:
         self.buffer: Tensor | None = None
         self.fetched = 0
         self.pending: list[Pending] = []
-        self.attentions = 0  # that its last run had
+        self.attentions = 0  # of its last run
         self.running = 0
         self.is_whole = True  # its slots have its weights
         self._remedy = remedy
         with _plain():
             self._absent = self.packing.absent(device, list(block.slots), remedy)
-        self._put = block.weights  # contents of the slots, unless somebody else has put another weight there
+        self._put = block.weights  # contents of the slots, unless other code has put another weight there
         self.fill(None)
 
     def check(self) -> None:
-        """Raise PlanError if somebody has put a weight of his own into the block, which would be lost."""
+        """Raise PlanError if other code has put a weight into the block, which would be lost."""
         for path, weight, put in zip(self.block.slots, self.block.weights, self._put, strict=True):
             if weight is not put:
                 raise PlanError(f"{path} was replaced while every rank keeps a part of what it was. {self._remedy}")
 
     def fill(self, run: Tensor | None) -> None:
-        """Take its weights from a run of bytes, or stand-ins if there is none. Weights that somebody else put there stay."""
+        """Fill the slots from a run of bytes, or with stand-ins if there is none. Weights from other code stay."""
         with _plain():
             new = self._absent if run is None else self.packing.views(run)
             ours = [weight is put for weight, put in zip(self.block.weights, self._put, strict=True)]
@@ -88,7 +88,7 @@ class ShardedBlock:
 
 @contextlib.contextmanager
 def _plain() -> Iterator[None]:
-    """Make tensors inside the context of the kind that weights are (see Block), good for every mode, whichever the caller is in."""
+    """Make tensors inside the context of the kind of weights (see Block), usable in every mode, whichever the caller is in."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 
@@ -96,14 +96,14 @@ def _plain() -> Iterator[None]:
 class ShardedWeights:
     """The weights of a model's blocks, sharded over ranks.
 
-    Nothing is sharded until `keep` says so. From then on every rank must run the model alike.
+    Only blocks passed to `keep` are sharded. From then on every rank must run the model alike.
 
     Args:
         model: any module, in eval mode.
-        ranks: that share the weights. Nobody else sends on their process group.
+        ranks: share the weights. Nobody else sends on their process group.
         device: where the model computes.
-        on_host: keep the shards in the host's memory. A call then takes them from there.
-        remedy: advice to a user whose model cannot run like this; part of messages.
+        on_host: keep the shards in the host's memory. A call then copies them from there.
+        remedy: advice for a user whose model cannot run like this; part of messages.
     """
 
     def __init__(
@@ -112,12 +112,12 @@ class ShardedWeights:
         self.blocks = {block.name: block for block in blocks_of(model)}
         self._ranks, self._device, self._on_host, self._remedy = ranks, device, on_host, remedy
         self._sharded: dict[str, ShardedBlock] = {}
-        self._buffers: list[Tensor] = []  # that no block has
-        self._held: list[ShardedBlock] = []  # that have one
-        self._order: list[ShardedBlock] = []  # of the last call
-        self._entered: list[ShardedBlock] = []  # in this one
-        self._place = 0  # in the order
-        self._attentions = 0  # since a block was entered
+        self._buffers: list[Tensor] = []  # free ones
+        self._held: list[ShardedBlock] = []  # blocks with a buffer
+        self._order: list[ShardedBlock] = []  # order of blocks in the last call
+        self._entered: list[ShardedBlock] = []  # blocks of this call
+        self._place = 0  # position in the order
+        self._attentions = 0  # since the last block was entered
         self._in_call = False
         self._beside_others = ranks.may_overlap
         self._stream = None if device.type == "cpu" else torch.get_device_module(device).Stream(device)
@@ -130,7 +130,7 @@ class ShardedWeights:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are kept on the device."""
+        """Bytes on the device."""
         shards = 0 if self._on_host else sum(sharded.shard.nbytes for sharded in self._sharded.values())
         return shards + sum(buffer.nbytes for buffer in self._all_buffers)
 
@@ -139,9 +139,9 @@ class ShardedWeights:
         return [*self._buffers, *(sharded.buffer for sharded in self._held if sharded.buffer is not None)]
 
     def keep(self, name: str, weights: Mapping[str, Tensor] | None = None) -> None:
-        """Keep this rank's part of a block, and let go of its weights.
+        """Keep this rank's shard of a block, and drop its weights.
 
-        `weights`: to take instead of some of those that are in its slots, by their paths in the model.
+        `weights`: replace some of those in its slots, by their paths in the model.
         """
         block, others = self.blocks[name], weights or {}
         taken = [others.get(path, own) for path, own in zip(block.slots, block.weights, strict=True)]
@@ -153,7 +153,7 @@ class ShardedWeights:
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
-        """Fetch blocks ahead inside the context. All ranks enter it alike."""
+        """Prefetch blocks while active. All ranks enter it alike."""
         largest = max((sharded.nbytes for sharded in self._sharded.values()), default=0)
         if [buffer.nbytes for buffer in self._all_buffers] != [largest] * 2:
             self.free_buffers()
@@ -176,18 +176,18 @@ class ShardedWeights:
             self._in_call = False
 
     def after_attention(self) -> None:
-        """Note that an attention, with its exchanges, has been given to the device."""
+        """Note that an attention, with its exchanges, has been launched."""
         self._attentions += 1
         self._portion()
 
     def free_buffers(self) -> None:
-        """Let go of the buffers until the next call."""
+        """Drop the buffers until the next call."""
         while self._held:
             self._let_go(self._held[0])
         self._buffers = []
 
     def restore(self, device: torch.device | None = None) -> None:
-        """Give the model its weights back, put together, on a device or where it computes. All ranks do it."""
+        """Gather the model's weights, on `device` or where it computes. All ranks do it."""
         self.free_buffers()
         with _plain():
             for sharded in self._sharded.values():
@@ -199,7 +199,7 @@ class ShardedWeights:
         self.remove()
 
     def remove(self) -> None:
-        """Let go of everything. The model has no weights for its blocks, until somebody fills the slots."""
+        """Drop all state. The model's blocks have no weights until their slots are filled."""
         for hook in self._hooks:
             hook.remove()
         self._sharded.clear()
@@ -208,7 +208,7 @@ class ShardedWeights:
     def _alike(self) -> bool:
         """Return whether all ranks expect the same blocks and hold the same ones.
 
-        One that has loaded its model again since the last call, or left that one by an error, knows nothing of it, and would send
+        A rank that has reloaded its model since the last call, or left that call by an error, knows nothing of it, and would send
         other pieces than its peers.
         """
         names = [*(sharded.block.name for sharded in self._order), "", *(sharded.block.name for sharded in self._held)]
@@ -250,12 +250,12 @@ class ShardedWeights:
         return self._order[self._place] if self._place < len(self._order) else None
 
     def _fetch_next(self) -> None:
-        """Give a buffer to the block that is expected next, if there is one."""
+        """Give a buffer to the next expected block, if there is one."""
         if (expected := self._expected) is not None and expected.buffer is None:
             self._start(expected)
 
     def _portion(self) -> None:
-        """Ask for a part of the next block, so that all of it is asked for when the attentions of this one are over."""
+        """Request a part of the next block, so that all of it is requested when the attentions of this one are over."""
         if (expected := self._expected) is None or expected.buffer is None:
             return
         attentions = self._entered[-1].attentions if self._entered else 0
@@ -263,8 +263,7 @@ class ShardedWeights:
         self._ask(expected, -(-left // max(1, attentions + 1 - self._attentions)))
 
     def _start(self, sharded: ShardedBlock) -> bool:
-        """Give a buffer to a block: a free one, or that of an idle block, preferably not of the one expected next. False where all
-        buffers are those of blocks that run."""
+        """Give a buffer to a block: a free one, or an idle block's, preferably not the next one's. False if all run."""
         if not self._buffers:
             idle = [held for held in self._held if not held.running]
             if not idle:
@@ -275,7 +274,7 @@ class ShardedWeights:
         return True
 
     def _let_go(self, sharded: ShardedBlock) -> None:
-        """Take a block's buffer, once all that is on its way has arrived."""
+        """Take a block's buffer, once all its pieces in flight have arrived."""
         _wait(sharded)
         sharded.fill(None)
         self._held.remove(sharded)
@@ -284,7 +283,7 @@ class ShardedWeights:
         sharded.buffer, sharded.fetched = None, 0
 
     def _ask(self, sharded: ShardedBlock, pieces: int) -> None:
-        """Ask for the next pieces of a block that has a buffer, after all that the device has been given so far."""
+        """Request the next pieces of a block with a buffer, after all work launched so far."""
         numbers = range(len(sharded.shard))[sharded.fetched : sharded.fetched + pieces]
         if not numbers or sharded.buffer is None:
             return
@@ -298,9 +297,9 @@ class ShardedWeights:
             _wait(sharded)
 
     def _settle(self) -> None:
-        """End the call: nothing is on its way, no block runs, and no block has its weights.
+        """End the call: no pieces in flight, no running block, and no block with its weights.
 
-        Those that have arrived stay in their buffers.
+        Complete blocks stay in their buffers.
         """
         for sharded in self._sharded.values():
             sharded.running = 0
@@ -315,7 +314,7 @@ class ShardedWeights:
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def _beside(self) -> contextlib.AbstractContextManager[object]:
-        """Return a context that runs on a stream of its own, after the work that the device has been given."""
+        """Return a context on a separate stream, after the work launched so far."""
         if self._stream is None:
             return contextlib.nullcontext()
         module = torch.get_device_module(self._device)
@@ -325,7 +324,7 @@ class ShardedWeights:
 
 
 def _wait(sharded: ShardedBlock) -> None:
-    """Wait for all that is on its way to a block's buffer, also where a part of it fails. Raises the first error."""
+    """Wait for a block's pieces in flight, also where some fail. Raises the first error."""
     error = None
     while sharded.pending:
         try:
@@ -337,23 +336,21 @@ def _wait(sharded: ShardedBlock) -> None:
 
 
 class _Memory(mmap.mmap):
-    """Memory that CUDA knows for as long as something refers to it, from `address` on."""
+    """Memory that CUDA knows while referenced, from `address` on."""
 
     address = 0
 
     def __del__(self) -> None:
         if self.address:
-            torch.cuda.synchronize()  # a copy from here may be on its way
+            torch.cuda.synchronize()  # a copy from here may be in flight
             torch.cuda.cudart().cudaHostUnregister(self.address)
 
 
 def pinned_zeros(nbytes: int, device: torch.device) -> Tensor:
-    """Return zero bytes in the host's memory, pinned for a device, which are given back with the last tensor on them.
+    """Return zero bytes in pinned host memory, released with the last tensor on them. Raises RuntimeError if CUDA does not pin that
+    much.
 
-    torch keeps what it pins itself, in blocks of a power of two bytes: 256 MB for 141, until the process ends.
-
-    Raises:
-        RuntimeError: CUDA does not pin that much.
+    torch never frees pinned memory before the process ends, and pins blocks of a power of two bytes: 256 MB for 141.
     """
     if device.type != "cuda":
         return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
