@@ -20,7 +20,11 @@ from ..errors import PlanError
 FUSED = fused_attention_functions()
 MEANS = {torch.mean, Tensor.mean}
 # Methods of tensors that are written in Python call `super()`, which torch's compiler does not trace below a mode.
-TRACED_AS = {Tensor.unflatten: torch.unflatten, Tensor.split: torch.split, Tensor.norm: torch.norm}
+TRACED_AS: dict[Callable[..., Any], Callable[..., Any]] = {
+    Tensor.unflatten: torch.unflatten,
+    Tensor.split: torch.split,
+    Tensor.norm: torch.norm,
+}
 REMEDY = (
     "Say in the plan what the module attends to, in joint order: {path of the module: ModulePlan(attention=(...))}; attention=() "
     "where keys and values are whole on every rank."
