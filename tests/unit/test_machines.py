@@ -76,16 +76,6 @@ def test_a_file_that_is_missing_comes_with_a_command(folders):
         relocate(recipe, describe(recipe, here), there, "pc2")
 
 
-@pytest.mark.parametrize("at", [0, 2 << 20, -1])
-def test_another_file_of_that_name_is_refused(folders, at):
-    here, there, recipe = folders
-    with open(f"{there['diffusion_models'][0]}/flux/dev.safetensors", "r+b") as file:
-        file.seek(at, os.SEEK_SET if at >= 0 else os.SEEK_END)
-        file.write(bytes(1 << 18) if at > 0 else b"\0")
-    with pytest.raises(MirrorError, match="pc2 has another model file"):
-        relocate(recipe, describe(recipe, here), there, "pc2")
-
-
 def test_no_name_leads_out_of_the_model_folders(folders, tmp_path):
     _, there, recipe = folders
     (tmp_path / "two" / "secret").write_bytes(b"x")
