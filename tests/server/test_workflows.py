@@ -40,11 +40,6 @@ def load(name: str, folder: str = ".") -> Json:
     return json.loads((FOLDER / folder / f"{name}.json").read_text(encoding="utf-8"))
 
 
-@pytest.fixture(scope="module")
-def info(server):
-    return server.object_info()
-
-
 @pytest.fixture(params=NAMES)
 def name(request):
     return request.param
