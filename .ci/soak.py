@@ -66,11 +66,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--short", action="store_true", help="no run of full length")
-    parser.add_argument("--report", type=Path, help="only write the table, from what such runs have left in this file")
     options = parser.parse_args()
-    if options.report:
-        write(options.report, options)
-        return 0
     failures = 0
     with tempfile.TemporaryDirectory(prefix="context-parallel-soak-") as folder:
         report = Path(folder) / "report.jsonl"

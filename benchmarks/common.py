@@ -8,7 +8,7 @@ import os
 import platform
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -80,13 +80,12 @@ def models(*names: str) -> Iterator[Path]:
         yield Path(folder)
 
 
-def options(text: str | None, quick: str = "", command: Sequence[str] | None = None, **added: Any) -> argparse.Namespace:
+def options(text: str | None, quick: str = "", **added: Any) -> argparse.Namespace:
     """Read the options of the command line.
 
     Args:
         text: of the module, whose first line describes the program.
         quick: what --quick leaves out; no such option without.
-        command: in place of the program's own command line.
         added: an option each: its default (of several values a list, of a flag False), or what `add_argument` takes.
     """
     parser = argparse.ArgumentParser(description=(text or "").partition("\n")[0])
@@ -102,7 +101,7 @@ def options(text: str | None, quick: str = "", command: Sequence[str] | None = N
         elif default is not None:
             settings = {"type": type(default), **settings}
         parser.add_argument(f"--{name.replace('_', '-')}", **settings)
-    return parser.parse_args(command)
+    return parser.parse_args()
 
 
 def positive(kind: type[int] | type[float]) -> Callable[[str], float]:

@@ -8,8 +8,7 @@ docs/generated/scaling.md the same formula meets what others measured.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import common
@@ -194,11 +193,10 @@ def best(work: CallWork, devices: int, link: Link, alone: float) -> Forecast:
     return min(forecast(work, devices, link, alone), key=lambda each: each.seconds)
 
 
-def main(command: Sequence[str] | None = None) -> None:
+def main() -> None:
     """Print a forecast."""
     options = common.options(
         __doc__,
-        command=command,
         model={"choices": MODELS, "default": "flux"},
         tokens={"type": common.positive(int), "help": "of the whole sequence; the usual size without it"},
         devices={"type": common.positive(int), "default": 2},
@@ -219,7 +217,7 @@ def main(command: Sequence[str] | None = None) -> None:
         *(f"{each.way.ranks:<17}{each.mode:<28}{each.seconds:>11.3g}{each.speedup:>9.2f}x" for each in found),
         f"CP Config would take {chosen.mode}: {chosen.speedup:.2f} times as fast as one device.",
     ]
-    sys.stdout.write("\n".join(lines) + "\n")
+    print("\n".join(lines))
 
 
 if __name__ == "__main__":

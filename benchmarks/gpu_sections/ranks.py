@@ -23,11 +23,12 @@ from support.vae_graphs import vae_prompt
 from cp_runtime.pool.config import ONE_CARD
 
 from .faults import FAULTS, StruckServer
+from .replays import replay
 from .section import NEEDS_SEVERAL, Section
 from .server import TIMEOUT, Server, new_models
 
 ATTENTION = ROOT / "tests" / "ranks" / "attention"
-LINK, GRAPH = (Path(__file__).with_name(f"{name}_ranks.py") for name in ("link", "graph"))
+LINK = Path(__file__).with_name("link_ranks.py")
 HEAD_DIM = 128
 LARGEST, HALF = 2e-5, 1.2
 PAIR, TEAMS = 2, 4  # ranks
@@ -59,7 +60,6 @@ def nccl_ranks(section: Section) -> None:
     if not section.few:
         compare(section, PAIR, EVERY, **place)
         groups(section, **place)
-        graphs(section, PAIR, **place)
         serve(section, PAIR, section.ranks(PAIR, "nccl"))
 
 
@@ -81,8 +81,9 @@ def several(section: Section) -> None:
     compare(section, min(ranks, TEAMS), EVERY if section.rehearse else 1, **place)
     if ranks >= TEAMS:
         groups(section, **place)
-    graphs(section, ranks, **place)
-    serve(section, ranks, {"devices": ",".join(f"cuda:{index}" for index in range(ranks))})
+    devices = {"devices": ",".join(f"cuda:{index}" for index in range(ranks))}
+    serve(section, ranks, devices)
+    replay(section, {"Ulysses as CUDA graphs": ({"ulysses_degree": ranks, **devices}, 2, 1.0)})
     models, (hidden, double, single, side) = new_models(), (512, 1, 2, 256) if section.rehearse else (3072, 3, 6, 1024)
     checkpoints.write_flux("gain", models, hidden, double, single, dtype=torch.bfloat16)
     with section.part("gain"), Server(section, models, "--bf16-unet") as server:
@@ -122,14 +123,6 @@ def groups(section: Section, **place: str) -> None:
         (report,) = run_ranks(ATTENTION / "group_ranks.py", TEAMS, "once", timeout=120, **place)
         wrong = [*report["wrong"], *report["disagreements"]]
         section.check(f"groups of {TEAMS} ranks", not wrong, groups=report["groups"], wrong=wrong[:3])
-
-
-def graphs(section: Section, world: int, **place: str) -> None:
-    """Sharded blocks as one CUDA graph with NCCL's messages inside. Nothing in the package captures any yet."""
-    for tokens in () if section.rehearse else ("1152", "4608"):
-        with section.part(f"a CUDA graph of sharded blocks, {tokens} tokens"):
-            (found,) = run_ranks(GRAPH, world, "8", tokens, timeout=90, **place)
-            section.check(f"a CUDA graph of sharded blocks, {tokens} tokens", found.pop("same_bits"), **found)
 
 
 def serve(section: Section, ranks: int, cp: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -21,24 +22,27 @@ NOISE = 2.0  # times the difference of two runs without graphs
 
 
 def cuda_graphs(section: Section) -> None:
-    """Flux blocks in bfloat16: halves of CFG, one for each rank and without messages inside, over gloo; then Ulysses over NCCL.
+    """Halves of CFG, one for each rank and without messages inside, over gloo; then Ulysses over NCCL.
 
     Two runs without graphs, then two with them, the second of which replays all its calls, unless one of them is measured on one
     device meanwhile and takes the memory. `largest`: difference of latents, as is
     `noise` of the two without; `seconds`: of a call, on its slowest rank. Over NCCL the ranks' messages go through sockets, so that
     times say nothing there; a small picture, as a call must take less than half a second.
     """
+    halves, ulysses = {"batch_degree": 2, **section.ranks(2)}, {"ulysses_degree": 2, **section.ranks(2, "nccl")}
+    replay(section, {"halves of CFG, gloo": (halves, 1, 4.0), "Ulysses, NCCL": (ulysses, 2, 1.0)})
+
+
+def replay(section: Section, cases: Mapping[str, tuple[dict[str, Any], int, float]]) -> None:
+    """Compare Flux blocks in bfloat16. Cases: inputs of CP Config, by what the side of the picture is divided, and CFG."""
     models, (hidden, blocks, side) = new_models(), (256, 1, 64) if section.rehearse else (3072, 2, 1024)
     checkpoints.write_flux("large", models, hidden, blocks, blocks, dtype=torch.bfloat16)
     graph = partial(flux_prompt, ckpt="large", tokens=256, steps=STEPS, node="CPSampler")
-    cases = {
-        "halves of CFG, gloo": ({"batch_degree": 2, **section.ranks(2)}, {"cfg": 4.0, "width": side, "height": side}),
-        "Ulysses, NCCL": ({"ulysses_degree": 2, **section.ranks(2, "nccl")}, {"width": side // 2, "height": side // 2}),
-    }
     with Server(section, models, "--bf16-unet", env={ONE_CARD: "1"}) as server:
-        for name, (cp, size) in cases.items():
+        for name, (cp, part, cfg) in cases.items():
             with section.part(name):
-                _compare(section, server, name, partial(graph, **size), cp)
+                size = {"width": side // part, "height": side // part}
+                _compare(section, server, name, partial(graph, **size, cfg=cfg), cp)
 
 
 def _compare(section: Section, server: Server, name: str, graph: partial[Prompt], cp: dict[str, Any]) -> None:

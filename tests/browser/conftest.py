@@ -171,12 +171,10 @@ def page(tab: Tab, request: pytest.FixtureRequest) -> Iterator[Page]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests with settings of their own come first, together: the page is loaded for every change of them. A test that chooses a
-    language is last, as it leaves a page that has to be loaded again."""
+    """Tests with settings of their own come first, together: the page is loaded for every change of them."""
 
-    def key(item: pytest.Item) -> tuple[bool, str]:
-        settings = item.callspec.params.get("page", {}) if hasattr(item, "callspec") else {}
-        return "look" in getattr(item, "fixturenames", ()), json.dumps(settings, sort_keys=True)
+    def key(item: pytest.Item) -> str:
+        return json.dumps(item.callspec.params.get("page", {}) if hasattr(item, "callspec") else {}, sort_keys=True)
 
     items.sort(key=key)
 

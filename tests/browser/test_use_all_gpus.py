@@ -108,24 +108,6 @@ def test_a_template_gets_it_and_gives_it_back(page, name):
     assert (links(saved(page)), places(saved(page))) == (links(before), places(before))
 
 
-def test_a_new_node_covers_no_other(page):
-    page.evaluate("prompt => app.loadApiJson(prompt, 'test')", flux_prompt())
-    page.wait_for_timeout(300)
-    run(page)
-    assert page.evaluate(
-        """kind => {
-            const box = node => [node.pos[0], node.pos[1] - 30, node.pos[0] + node.size[0], node.pos[1] + node.size[1]];
-            const [node] = app.graph.nodes.filter(each => each.type === kind);
-            const [left, top, right, bottom] = box(node);
-            return app.graph.nodes.filter(each => each !== node).some(each => {
-                const [l, t, r, b] = box(each);
-                return l < right && left < r && t < bottom && top < b;
-            });
-        }""",
-        APPLY,
-    ) is False  # fmt: skip
-
-
 def test_one_that_is_there_stays_with_its_settings(page):
     """A sampler that has the node gets no second one; a new one gets the one CP Config that there is."""
     prompt = flux_prompt(cp={"devices": ""})

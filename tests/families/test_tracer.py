@@ -1,9 +1,8 @@
-"""Every table against the stock forward, one rank of two without the other; and tables with a mistake, which must be found."""
+"""Every table against the stock forward, one rank of two without the other."""
 
 from pathlib import Path
 
 import pytest
-from families.mistakes import MISTAKES
 from support import families
 from support.ranks import COMFY, run_ranks
 
@@ -20,29 +19,14 @@ CASES = [
 ]
 
 
-def traced(*arguments):
-    (found,) = run_ranks(SCRIPT, 1, *arguments, timeout=600, preload=COMFY)
-    return found
-
-
 @pytest.fixture(scope="module")
 def findings(request):
     """Findings in the cases of all families that were selected."""
     wanted = {item.callspec.params["family"] for item in request.session.items if "findings" in getattr(item, "fixturenames", ())}
-    return traced(*sorted(wanted))
+    (found,) = run_ranks(SCRIPT, 1, *sorted(wanted), timeout=600, preload=COMFY)
+    return found
 
 
 @pytest.mark.parametrize(("family", "case"), CASES, ids=lambda value: value)
 def test_a_rank_computes_what_the_stock_forward_computes(family, case, findings):
     assert findings[f"{family}/{case}"] == []
-
-
-@pytest.fixture(scope="module")
-def mistakes():
-    return traced("mistakes")
-
-
-@pytest.mark.parametrize("what", MISTAKES)
-def test_a_mistake_is_found(what, mistakes):
-    *_, words = MISTAKES[what]
-    assert words in "\n".join(mistakes[what])

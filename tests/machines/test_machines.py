@@ -363,11 +363,7 @@ SENDING = {
     "Cancel": (lambda two, ranks: two.server.interrupt(), 1.25, "interrupted"),
     "a rank here is killed": (lambda two, ranks: os.kill(ranks[0]["pid"], signal.SIGKILL), 1.7, "error"),
     # The answer comes with the new workers, which measure the slow link.
-    "Restart workers": (
-        lambda two, ranks: Thread(target=two.server.post, args=("/context_parallel/restart",)).start(),
-        1.7,
-        "error",
-    ),
+    "Restart workers": (lambda two, ranks: two.restart(), 1.7, "error"),
     "ComfyUI ends": (lambda two, ranks: two.server.stop(signal.SIGINT), 5, ""),
 }
 

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors import safe_open
@@ -34,6 +35,12 @@ def off_server(comfyui_path: Path, checkpoints_dir: Path) -> Iterator[ComfyServe
     with ComfyServer(comfyui_path, models=checkpoints_dir) as running:
         yield running
         assert running.worker_pids() == []
+
+
+@pytest.fixture(scope="module")
+def info(server: ComfyServer) -> dict[str, Any]:
+    """What the server says about nodes."""
+    return server.object_info()
 
 
 @pytest.fixture(scope="session")

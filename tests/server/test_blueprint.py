@@ -28,11 +28,6 @@ def definition(blueprint) -> Json:
     return definition
 
 
-@pytest.fixture(scope="module")
-def info(server):
-    return server.object_info()
-
-
 def test_server_offers_it(server, blueprint):
     entries = {
         entry_id: entry

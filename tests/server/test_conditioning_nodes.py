@@ -14,7 +14,7 @@ from support import checkpoints
 from support.architectures import Flux, Init, Wan
 from support.checkpoints import Checkpoint
 from support.graphs import NodeSpec, Prompt, flux_prompt, wan_prompt
-from support.node_graphs import ALL, IMAGE, MASK, POSITIVE, VIDEO, GraphCase, assert_stock, codec, node, picture
+from support.node_graphs import ALL, IMAGE, MASK, POSITIVE, VIDEO, GraphCase, assert_stock, codec, node, picture, vision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ VIDEO_ENCODERS = {
     "vae": node("TestVae", seed=2, video=True),
     "image": picture(64, 64),
     "video": picture(64, 64, 9, seed=5),
-    "vision": node("TestClipVision", seed=3),
+    "vision": vision(),
 }
 SECOND, ENCODED, VISION = ["second", 0], ["encoded", 0], ["vision", 0]
 TRACK = json.dumps([[{"x": 10 + i / 4, "y": 20 + i / 8} for i in range(121)]])

@@ -154,20 +154,6 @@ def test_cancel_while_a_model_is_loaded(gguf_server, faults):
     assert_equal(gguf_server.sample(graph("flux", loras=["flux_lora"], cp={"world_size": 2}), timeout=120), expected)
 
 
-def test_cancel_while_it_computes(gguf_server):
-    """The ranks keep the model."""
-    gguf_server.sample(graph("flux", loras=["flux_lora"], cp={"world_size": 2}), timeout=120)
-    pids, loads = gguf_server.worker_pids(), gguf_server.log_text().count("[rank 0] loading")
-    long = graph("flux", loras=["flux_lora"], cp={"world_size": 2}, width=256, height=256, steps=60)
-    prompt_id = gguf_server.queue(long)
-    gguf_server.wait_for_step(prompt_id)
-    gguf_server.interrupt()
-    assert gguf_server.wait(prompt_id, 30).status == "interrupted"
-    expected = stock(gguf_server, "flux")
-    assert_equal(gguf_server.sample(graph("flux", cp={"world_size": 2}), timeout=120), expected)
-    assert (gguf_server.worker_pids(), gguf_server.log_text().count("[rank 0] loading")) == (pids, loads)
-
-
 def test_settings_of_a_loader_are_of_its_model(gguf_server):
     """It puts them on a class, where the next loader's are. Every rank has two models, and each has its own."""
     rough = {"dequant_dtype": "float16", "patch_dtype": "float16", "patch_on_device": False}
@@ -227,21 +213,6 @@ def test_a_file_that_was_replaced_is_loaded_again(gguf_server, models):
     gguf_server.free_first()
     new = partial(graph, "flux", file.name, guidance=-1)
     assert_equal(gguf_server.sample(new(cp=cp), timeout=120), gguf_server.sample(new()))
-
-
-@pytest.mark.parametrize("weights", ["whole", pytest.param("sharded", marks=pytest.mark.soak)])
-def test_a_file_that_is_overwritten(weights, gguf_server, models):
-    """In place, while ComfyUI and the ranks have it mapped."""
-    name, expected = f"{weights}.gguf", stock(gguf_server, "flux")
-    shutil.copy(models / "flux.gguf", models / name)
-    cp = {"world_size": 2, "weights": weights}
-    assert_equal(gguf_server.sample(graph("flux", name, cp=cp), timeout=120), expected)
-    with open(models / name, "r+b") as file:
-        file.seek(-4096, 2)
-        file.write(bytes(4096))
-    words = f"{name} changed on disk after ComfyUI had loaded it"
-    gguf_server.fails(graph("flux", name, cp=cp), words)
-    assert_equal(gguf_server.sample(graph("flux", name, cp=cp), timeout=120), gguf_server.sample(graph("flux", name)))
 
 
 def test_a_pack_that_changed_since_it_was_imported_is_refused(gguf_server, pack):

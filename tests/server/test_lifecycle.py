@@ -13,7 +13,7 @@ from support.faults import SLACK, SOAK, Stopwatch
 from support.graphs import family_prompt, flux_prompt, renamed, wan_prompt
 from support.latents import assert_close
 from support.node_graphs import assert_right
-from support.processes import fd_count, held, thread_count, wait_gone
+from support.processes import held, wait_gone
 from support.server import ComfyServer
 
 CP = {"world_size": 2}
@@ -29,10 +29,10 @@ def expected(pool_server):
 def test_many_prompts_use_the_same_workers_and_grow_nothing(pool_server, expected):
     pids = assert_right(pool_server, expected)
     assert len(pids) == 2
-    everyone = [pool_server.pid, *pids]
+    everyone = [psutil.Process(pid) for pid in (pool_server.pid, *pids)]
 
     def measure():
-        return [(fd_count(pid), thread_count(pid)) for pid in everyone], sum(map(held, everyone))
+        return [(each.num_fds(), each.num_threads()) for each in everyone], sum(held(each.pid) for each in everyone)
 
     for _ in range(3):
         assert_right(pool_server, expected)

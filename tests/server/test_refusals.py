@@ -73,23 +73,16 @@ INSIDE = {
 }
 
 
-@pytest.mark.parametrize("kind", INSIDE)
-@pytest.mark.parametrize("place", ["model_nodes", "after_apply"])
-def test_patches_inside_the_transformer_are_refused(kind, place, off_server):
-    prompt = flux_prompt(cp={"world_size": 2}, **{place: [("TestPatch", {"kind": kind})]})
-    error = off_server.fails(prompt, INSIDE[kind], "on_unsupported")
-    assert error.exception_type.endswith("UnsupportedError")
-    assert error.node_type == ("ApplyContextParallel" if place == "model_nodes" else "KSampler")
-
-
 @pytest.mark.bits("the stock path")
 @pytest.mark.parametrize("kind", INSIDE)
 @pytest.mark.parametrize("place", ["model_nodes", "after_apply"])
-def test_patches_inside_run_on_a_single_device_when_asked(kind, place, off_server):
+def test_patches_inside_the_transformer_are_refused_or_run_on_a_single_device(kind, place, off_server):
     nodes = {place: [("TestPatch", {"kind": kind})]}
+    error = off_server.fails(flux_prompt(cp={"world_size": 2}, **nodes), INSIDE[kind], "on_unsupported")
+    assert error.exception_type.endswith("UnsupportedError")
+    assert error.node_type == ("ApplyContextParallel" if place == "model_nodes" else "KSampler")
     expected = off_server.sample_once(flux_prompt(**nodes))
-    out = off_server.sample(flux_prompt(cp=SINGLE, **nodes))
-    assert (out == expected).all()
+    assert (off_server.sample(flux_prompt(cp=SINGLE, **nodes)) == expected).all()
     assert "single device" in off_server.log_text()
 
 

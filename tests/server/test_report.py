@@ -1,6 +1,5 @@
 """What a run tells about itself: the report of CP Sampler, CP Report, and the events of the status panel."""
 
-import io
 import json
 import os
 import re
@@ -8,7 +7,6 @@ import signal
 import time
 
 import pytest
-from PIL import Image
 from support import families
 from support.faults import SLACK
 from support.graphs import family_prompt, flux_prompt
@@ -27,21 +25,14 @@ def sampled(server, **cp):
 
 
 def picture(server, report):
-    """What CP Report makes of a report: its text and picture, and the picture it shows."""
+    """What CP Report makes of a report: its text, and the picture it shows."""
     prompt = {
         "shown": {"class_type": "CPReport", "inputs": {"report": report}},
         "text": {"class_type": "PreviewAny", "inputs": {"source": ["shown", 0]}},
         "saved": {"class_type": "SaveImage", "inputs": {"images": ["shown", 1], "filename_prefix": "report"}},
     }
     result = server.run(prompt).check()
-    file = server.base / "output" / result.outputs["saved"]["images"][0]["filename"]
-    return result.outputs["text"]["text"][0], Image.open(io.BytesIO(file.read_bytes())).convert("RGB"), result.outputs["shown"]
-
-
-def columns(image, colour):
-    """How many pixels of a colour each row has, rows without any left out."""
-    rows = [[image.getpixel((x, y)) for x in range(image.width)].count(colour) for y in range(image.height)]
-    return [row for row in rows if row]
+    return result.outputs["text"]["text"][0], result.outputs["shown"]
 
 
 def test_time_of_every_rank_adds_up(server):
@@ -111,7 +102,7 @@ REPORT = {
 
 
 def test_report_as_text_and_picture(server):
-    text, image, shown = picture(server, json.dumps(REPORT))
+    text, shown = picture(server, json.dumps(REPORT))
     assert text.splitlines() == [
         "1.8 × as fast as one device",
         "1.25 s per step, 1.2 s per call (one device: 2.16 s)",
@@ -124,11 +115,6 @@ def test_report_as_text_and_picture(server):
     assert len(shown["images"]) == 1
     # The node shows the picture in the place of the text, which some pages write into one line.
     assert [event for event in server.events if event.type == "text" and event.data[0] == "shown"] == []
-    # The bars: rank 0 computes three times as long as rank 1, which waits half of the time.
-    blue, grey = columns(image, (59, 130, 246)), columns(image, (156, 163, 175))
-    whole = max(blue) / 0.75
-    assert min(row for row in blue if row > 100) >= 0.2 * whole
-    assert 0.45 * whole <= max(grey) <= 0.55 * whole
 
 
 def test_a_run_without_a_step(server):
@@ -231,7 +217,7 @@ def test_speedup_is_known_after_a_run_on_one_device(fresh_server):
     assert report["seconds_per_call_on_one_device"] == alone["seconds_per_call"]
     assert report["speedup"] == pytest.approx(alone["seconds_per_call"] / report["seconds_per_call"], abs=0.02)
     # One figure everywhere.
-    summary, _, _ = picture(server, text)
+    summary, _ = picture(server, text)
     assert summary.splitlines()[0] == report["speed"]
     status = server.status()
     speed, call = status["speed"], status["last_call"]

@@ -5,7 +5,6 @@ What ComfyUI's model detection fixes, and what these tables therefore cannot var
 - flux: heads of 128, MLP ratio 4, 16 latent channels, patch 2. Free: hidden size (a multiple of 128), depths, text
   width, pooled width, with or without guidance.
 - wan: the head size is 128 unless the file's metadata carries a `config`, which may override any constructor argument.
-- ltxv: the same override by metadata.
 - sd3: heads of 64, as many blocks as heads.
 
 Weights are drawn so that a sampling run says something. Linear layers keep unit variance, gates and modulation are of
@@ -193,49 +192,6 @@ class Wan(Architecture):
     def lora_targets(self) -> list[str]:
         names = ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "cross_attn.v", "ffn.0")
         return [f"blocks.{i}.{name}" for i in range(self.layers) for name in names]
-
-
-@dataclass(frozen=True, kw_only=True)
-class LTXV(Architecture):
-    """LTX-Video: 128 latent channels, no patches, self-attention and masked cross-attention."""
-
-    dim: int = 128
-    heads: int = 4
-    layers: int = 2
-    caption_dim: int = 64
-
-    def tensors(self) -> Iterator[Init]:
-        dim = self.dim
-        yield from _linear("patchify_proj", dim, 128)
-        yield from _linear("adaln_single.emb.timestep_embedder.linear_1", dim, 256, gain=1.4)
-        yield from _linear("adaln_single.emb.timestep_embedder.linear_2", dim, dim)
-        yield from _linear("adaln_single.linear", 6 * dim, dim, gain=GATE_GAIN)
-        yield from _linear("caption_projection.linear_1", dim, self.caption_dim)
-        yield from _linear("caption_projection.linear_2", dim, dim, gain=1.4)
-        for i in range(self.layers):
-            block = f"transformer_blocks.{i}"
-            yield Init(name=f"{block}.scale_shift_table", shape=(6, dim), std=0.3)
-            for attention in ("attn1", "attn2"):
-                for name in ("to_q", "to_k", "to_v", "to_out.0"):
-                    yield from _linear(f"{block}.{attention}.{name}", dim, dim)
-                yield from _norm(f"{block}.{attention}.q_norm.weight", dim, mean=QK_GAIN)
-                yield from _norm(f"{block}.{attention}.k_norm.weight", dim, mean=QK_GAIN)
-            yield from _linear(f"{block}.ff.net.0.proj", 4 * dim, dim)
-            yield from _linear(f"{block}.ff.net.2", dim, 4 * dim)
-        yield Init(name="scale_shift_table", shape=(2, dim), std=0.3)
-        yield from _linear("proj_out", 128, dim)
-
-    def metadata(self) -> dict[str, str]:
-        config = {
-            "num_attention_heads": self.heads,
-            "attention_head_dim": self.dim // self.heads,
-            "cross_attention_dim": self.dim,
-            "caption_channels": self.caption_dim,
-        }
-        return {"config": json.dumps({"transformer": config})}
-
-    def lora_targets(self) -> list[str]:
-        return [f"transformer_blocks.{i}.attn1.{name}" for i in range(self.layers) for name in ("to_q", "to_k", "to_v")]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .architectures import LTXV, SD3, Architecture, Flux, FluxControlNet, Init, Wan
+from .architectures import SD3, Architecture, Flux, FluxControlNet, Init, Wan
 
 REPEATED = 1_000_003  # values; a prime, so that no two rows are alike
 
@@ -83,12 +83,10 @@ CHECKPOINTS: dict[str, Checkpoint] = {
     "wan_t2v": Checkpoint(architecture=Wan()),
     "wan_t2v_low": Checkpoint(architecture=Wan(), seed=1),
     "wan_t2v_fp8_scaled": Checkpoint(architecture=Wan(), quantization="fp8_scaled"),
-    "wan_t2v_h3": Checkpoint(architecture=Wan(dim=96, heads=3)),
     "wan_160": Checkpoint(architecture=Wan(dim=160)),
     "wan_i2v": Checkpoint(architecture=Wan(in_dim=36, image_embedding=True)),
     "wan22_i2v": Checkpoint(architecture=Wan(in_dim=36)),
     "wan22_5b": Checkpoint(architecture=Wan(in_dim=48, out_dim=48)),
-    "ltxv": Checkpoint(architecture=LTXV()),
     "sd3": Checkpoint(architecture=SD3()),
 }
 

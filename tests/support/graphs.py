@@ -95,8 +95,7 @@ def flux_prompt(
     Args:
         guidance: the guidance input; -1 for none (models without guidance embedding, such as schnell).
         attention_mask: see TestConditioning.
-        reference: size of a reference image in pixels, `{"width": 32, "height": 48}`, and any `reference_*` input of
-            TestConditioning (`reference_count`, `reference_seed`, `reference_method`).
+        reference: size of a reference image in pixels, `{"width": 32, "height": 48}`, and `reference_count` of TestConditioning.
         control: inputs of TestControl, `{}` for its defaults.
         latent: more inputs of TestLatent, e.g. `{"noise": 1.0, "noise_mask": "left"}`.
         conditioning: more inputs of both TestConditioning nodes.

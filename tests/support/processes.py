@@ -84,14 +84,10 @@ def kill_all(processes: Iterable[psutil.Process]) -> None:
 
 
 class OtherPrograms:
-    """How many cores everything but a process and its descendants uses, from here on. A hypervisor that takes a core away counts.
+    """How many cores all but this process and its descendants use, from here on. A hypervisor that takes a core away counts."""
 
-    Args:
-        pid: of the process; None = this one.
-    """
-
-    def __init__(self, pid: int | None = None) -> None:
-        self._process = psutil.Process(pid)
+    def __init__(self) -> None:
+        self._process = psutil.Process()
         self._began, self._before = time.monotonic(), self._seconds()
 
     def cores(self) -> float:
@@ -108,16 +104,6 @@ class OtherPrograms:
                 own = process.cpu_times()  # of children that have ended, too
                 busy -= own.user + own.system + own.children_user + own.children_system
         return busy
-
-
-def fd_count(pid: int) -> int:
-    """Open file descriptors."""
-    return psutil.Process(pid).num_fds()
-
-
-def thread_count(pid: int) -> int:
-    """Threads."""
-    return psutil.Process(pid).num_threads()
 
 
 def rss(pid: int) -> int:

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import inspect
 import sys
 import textwrap
 from types import FunctionType
@@ -73,20 +74,22 @@ CASES = {
 }
 
 
-def changed(name, value):
+def changed(name, value, owner, attribute):
     own = functions_in(value)
     files = {function.__code__.co_filename for function in own}
     quick, changes = changed_code.changes_of(wan, again=False), changed_code.changes_of(wan)
-    return {"name": name, "quick": quick == changes, "changes": changes, "foreign": __file__ if __file__ in files else None}
+    place = owner.__name__ if inspect.ismodule(owner) else f"{owner.__module__}.{owner.__qualname__}"
+    foreign = __file__ if __file__ in files else None
+    return {"name": name, "what": f"{place}.{attribute}", "quick": quick == changes, "changes": changes, "foreign": foreign}
 
 
 for name, (owner, attribute, value) in CASES.items():
     with patch.object(owner, attribute, value):
-        seen = changed(name, value)
+        seen = changed(name, value, owner, attribute)
     report(**seen, after=changed_code.changes_of(wan))
 code = Wan.unpatchify.__code__
 Wan.unpatchify.__code__ = foreign.__code__.replace(co_name="unpatchify")
-seen = changed("code inside a method", foreign)
+seen = changed("code inside a method", foreign, Wan, "unpatchify")
 Wan.unpatchify.__code__ = code
 report(**seen, after=changed_code.changes_of(wan))
 

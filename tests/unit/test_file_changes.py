@@ -102,27 +102,8 @@ def test_files_that_are_others_already(file):
 SIZE, LARGE = 1 << 20, 64 << 20
 
 
-@pytest.fixture
-def content(request):
-    return random.Random(1).randbytes(getattr(request, "param", SIZE))
-
-
-@pytest.fixture
-def folders(content, tmp_path, monkeypatch):
-    """Model folders of two computers with the same file in both, and its recipe."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    made = []
-    for name in ("one", "two"):
-        folder = tmp_path / name / "diffusion_models"
-        folder.mkdir(parents=True)
-        (folder / "the model.sft").write_bytes(content)
-        made.append({"diffusion_models": [str(folder)]})
-    path = f"{made[0]['diffusion_models'][0]}/the model.sft"
-    return *made, {"loader": "load_diffusion_model", "path": path, "stamp": list(file_stamp(path))}
-
-
 def there(folders):
-    return f"{folders[1]['diffusion_models'][0]}/the model.sft"
+    return f"{folders[1]['diffusion_models'][0]}/flux/the model.sft"
 
 
 def compare(folders):

@@ -144,6 +144,8 @@ def test_check_names_what_is_missing():
         plan(**{"blocks.*": good}).check(model)
     with pytest.raises(PlanError, match="no module 'cross_attn'"):
         plan(**{"*": ModulePlan(local=("cross_attn",))}).check(model)
+    with pytest.raises(PlanError, match="no module '1'"):  # an output
+        plan(**{"*": good}).check(model[:1])
 
 
 def test_patterns_name_one_all_or_the_last_of_a_list():

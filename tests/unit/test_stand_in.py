@@ -5,15 +5,6 @@ import textwrap
 import pytest
 
 START = """
-import sys
-import torch
-from support import stand_in
-from support.stand_in import memory, tensors
-
-MB = 1 << 20
-stand_in.use(stand_in.Cards(count=2, gigabytes=0.56, ledger=stand_in.Path(sys.argv[1])))
-
-
 def refused(kind, words, act):
     try:
         act()
@@ -22,8 +13,9 @@ def refused(kind, words, act):
     else:
         raise AssertionError(f"{words}: not refused")
 
+
+card = torch.arange(6.0, device="cuda").view(2, 3)
 """
-CARD = 'card = torch.arange(6.0, device="cuda").view(2, 3)\n'
 CASES = {
     "operands on two devices": """
         refused(RuntimeError, "cpu, cuda:0", lambda: card + torch.ones(2, 3))
@@ -34,33 +26,6 @@ CASES = {
         refused(RuntimeError, "cuda:0, cuda:1", lambda: card[torch.arange(2, device="cuda:1")])
         refused(RuntimeError, "invalid device ordinal", lambda: torch.ones(3, device="cuda:2"))
         assert (card + torch.tensor(1.0)).device.index == 0
-    """,
-    "memory of other processes": """
-        import os, signal, time
-        ready, told = os.pipe()
-        pid = os.fork()
-        if not pid:
-            held = torch.zeros(MB, dtype=torch.uint8, device="cuda")
-            os.write(told, b".")
-            time.sleep(60)
-        os.read(ready, 1)
-        ledger = memory.LEDGER
-        taken = ledger.free(0)
-        assert (ledger.contexts(), ledger.tensors(0)) == ({os.getpid(): [], pid: [0]}, MB)
-        assert ledger.capacities[0] - taken == ledger.capacities[1] - ledger.free(1) + MB + (512 << 20)
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        assert ledger.free(0) - taken == MB + (512 << 20)
-    """,
-    "a failed kernel": """
-        other, number = torch.ones(2, device="cuda:1"), torch.tensor([7], device="cuda")
-        refused(IndexError, "dimension", lambda: card[5])  # the host knows this one
-        assert card.sum().item() == 15
-        refused(RuntimeError, "device-side assert", lambda: card[number])
-        for act in (lambda: card + 1, lambda: card.cpu(), torch.cuda.synchronize, torch.cuda.mem_get_info,
-                    lambda: torch.ones(1, device="cuda"), lambda: torch.cuda.current_stream().synchronize()):
-            refused(RuntimeError, "device-side assert", act)
-        assert (other + 1).sum().item() == 4
     """,
     "messages under way": """
         import torch.distributed as dist
@@ -151,12 +116,9 @@ CASES = {
 }
 
 
-UNOPENED = {"memory of other processes"}
-
-
 @pytest.mark.parametrize("case", CASES)
-def test_a_fake_device(case, run_program, tmp_path):
-    run_program(START + ("" if case in UNOPENED else CARD) + textwrap.dedent(CASES[case]), str(tmp_path / "ledger"))
+def test_a_fake_device(case, run_on_cards):
+    run_on_cards(START + textwrap.dedent(CASES[case]), "count=2")
 
 
 def test_a_comparison_needs_no_float64_on_the_device(run_on_cards):

@@ -16,12 +16,11 @@ PATCH = 2
 CLIP_VISION_TOKENS, CLIP_VISION_WIDTH = 257, 1280
 
 
-@node("CONDITIONING", attention_mask=["none", "key", "key_bool", "bias", "block", "text"], latent="LATENT")
+@node("CONDITIONING", attention_mask=["none", "key", "bias", "block"], latent="LATENT")
 def TestConditioning(
     seed: int = 0, tokens: int = 12, width: int = 64, pooled_width: int = 0, guidance: float = -1.0, attention_mask: str = "none",
-    reference_seed: int = 0, reference_height: int = 0, reference_width: int = 0, reference_channels: int = 16,
-    reference_frames: int = 0, reference_count: int = 1, reference_method: str = "", clip_vision: bool = False,
-    concat_latent: bool = False, frame_rate: float = -1.0, extra: str = "{}", nonce: int = 0, latent: Any = None,
+    reference_height: int = 0, reference_width: int = 0, reference_count: int = 1, clip_vision: bool = False,
+    concat_latent: bool = False, extra: str = "{}", nonce: int = 0, latent: Any = None,
 ) -> list[Any]:  # fmt: skip
     """Random conditioning of a chosen shape.
 
@@ -29,10 +28,8 @@ def TestConditioning(
     new nonce samples again, while its loader and model nodes stay cached.
 
     `attention_mask` (Flux; needs `latent`), over text, image and reference tokens in that order:
-    `key` hides the last third of the text from every query (float, 0 and -inf), `key_bool` the same as a boolean, which
-    only some attention backends read as a mask; `bias` adds a number of its own to every (query, key) pair; `block`
-    hides half of the image from the other half, and each from half of the text. `text` (LTXV, which insists on a mask)
-    is one row of ones over the text alone.
+    `key` hides the last third of the text from every query; `bias` adds a number of its own to every (query, key) pair;
+    `block` hides half of the image from the other half, and each from half of the text.
 
     `extra` holds more entries as JSON, in which `{"shape": […]}` stands for a tensor at random, `{"tensor": […], "dtype": "int64"}`
     for one as it is, `{"dict": {…}}` for a dict.
@@ -46,8 +43,6 @@ def TestConditioning(
         entries["pooled_output"] = random(1, pooled_width)
     if guidance >= 0:
         entries["guidance"] = guidance
-    if frame_rate >= 0:
-        entries["frame_rate"] = frame_rate
     if clip_vision:
         entries["clip_vision_output"] = _vision(random(1, CLIP_VISION_TOKENS, CLIP_VISION_WIDTH))
     if concat_latent:
@@ -59,16 +54,10 @@ def TestConditioning(
         entries["concat_mask"] = mask
     references = 0
     if reference_height and reference_width:
-        draw = Random(reference_seed)
-        frames = (reference_frames,) if reference_frames else ()
-        shape = (1, reference_channels, *frames, reference_height, reference_width)
-        entries["reference_latents"] = [draw(*shape) for _ in range(reference_count)]
+        draw = Random(0)
+        entries["reference_latents"] = [draw(1, 16, reference_height, reference_width) for _ in range(reference_count)]
         references = reference_count * _patches(reference_height) * _patches(reference_width)
-        if reference_method:
-            entries["reference_latents_method"] = reference_method
-    if attention_mask == "text":
-        entries["attention_mask"] = torch.ones(1, tokens, dtype=torch.long)
-    elif attention_mask != "none":
+    if attention_mask != "none":
         height, width_px = _samples(latent, "attention_mask").shape[-2:]
         grid = (_patches(height), _patches(width_px))
         entries["attention_mask"] = _mask(attention_mask, tokens, grid[0] * grid[1] + references, random)
@@ -156,7 +145,7 @@ def _patches(pixels: int) -> int:
 
 
 def _mask(kind: str, text: int, image: int, random: Random) -> Tensor:
-    """A mask `[1, L, L]` over `text + image` tokens; in a boolean one True means visible."""
+    """A mask `[1, L, L]` over `text + image` tokens."""
     length = text + image
     if kind == "bias":
         return random(1, length, length)
@@ -169,4 +158,4 @@ def _mask(kind: str, text: int, image: int, random: Random) -> Tensor:
         visible[:, middle:, text // 2 : text] = False
     else:
         visible[:, :, text - text // 3 : text] = False
-    return visible if kind == "key_bool" else torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)
+    return torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)

@@ -7,10 +7,9 @@ import comfy.sd
 import comfy.sd1_clip
 import comfy.taesd.taehv
 import comfy.taesd.taesd
-from comfy.clip_vision import Output
 from comfy.supported_models_base import ClipTarget
 
-from .conditioning import CLIP_VISION_TOKENS, CLIP_VISION_WIDTH, Random
+from .conditioning import Random
 from .node import node
 
 TEXT_CONFIG = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_hidden_layers": 2, "projection_dim": 64}
@@ -40,14 +39,6 @@ def TestVae(seed: int = 0, channels: int = 16, video: bool = False, own_tiles: b
         vae.first_stage_model.taesd_encoder = comfy.ops.disable_weight_init.Conv2d(3, channels, PIXELS, stride=PIXELS)
     vae.handles_tiling = own_tiles
     return randomised(vae, vae.first_stage_model, seed)
-
-
-@node("CLIP_VISION_OUTPUT")
-def TestClipVision(seed: int = 0) -> Output:
-    """What a CLIP vision model would have given for an image, at random."""
-    output = Output()
-    output.penultimate_hidden_states = Random(seed)(1, CLIP_VISION_TOKENS, CLIP_VISION_WIDTH)
-    return output
 
 
 @node("IMAGE", "MASK")
