@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..compat import not_compiled, uncompiled
 from ..engine.ranks.mesh import SequenceMesh
 from ..engine.rows.plan import RowPlan, run_on_rows
 from ..errors import PlanError
@@ -42,7 +43,7 @@ class SplitVAE:
         self._check_inputs = check_inputs
         plan = RowPlan(family=type(module).__name__, model_class=_class_name(module))
         for name, ratio in (("encoder", VAES[plan.model_class](module)), ("decoder", 1)):
-            part = getattr(module, name)
+            part = uncompiled(getattr(module, name))
             if "forward" in vars(part):
                 raise PlanError(f"the forward of the {name} was replaced. Apply context parallelism before whatever replaces it.")
             part.forward = MethodType(self._shared(plan, mesh, ratio, type(part).forward), part)
@@ -58,6 +59,7 @@ class SplitVAE:
     def _shared(self, plan: RowPlan, mesh: SequenceMesh, ratio: int, stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
         checked = False
 
+        @not_compiled  # rows are exchanged inside of convolutions
         @wraps(stock)
         def forward(part: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if not self._undo:

@@ -35,7 +35,7 @@ def test_vaes_of_diffusers(ran):
     found = {report.pop("diffusers"): report for report in map(dict, reports) if "diffusers" in report}
     assert set(found) == ({"AutoencoderKL", "AutoencoderKLWan"} if world == 2 else set())
     for report in found.values():
-        assert report["difference"] <= BOUND
+        assert max(report["difference"], report["compiled"]) <= BOUND
         assert report["sent"] > 0
         assert report["restored"]
         assert len(report["refusals"]) == 2
