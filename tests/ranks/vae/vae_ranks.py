@@ -111,8 +111,8 @@ if world == 2:
         remove_context_parallel(model)
         other = torch.zeros_like(z) if rank else z
         refusals = []
-        for decoded in (z, other):  # the first call is compared without being asked to
-            trial = apply_context_parallel(model, ContextParallelConfig(ring_degree=world), check_inputs=decoded is z)
+        for asked, decoded in ((True, z), (False, other)):  # the first call is compared without being asked to
+            trial = apply_context_parallel(model, ContextParallelConfig(ring_degree=world), check_inputs=asked)
             try:
                 model.decode(decoded)
                 model.decode(other)
