@@ -20,7 +20,7 @@ from ..engine.ranks.config import ContextParallelConfig, PipelineSettings
 from ..engine.ranks.mesh import SequenceMesh
 from ..errors import PlanError, bad_value
 from ..nested import form_of, map_tensors, tensors
-from .calls import ShardedCalls, map_outputs
+from .calls import BatchSlice, ShardedCalls, map_outputs
 from .known import CLASSES, ENCODER, Table, known, own_table
 from .torch_function import SharedAttention
 
@@ -61,9 +61,9 @@ class StagedCalls(ShardedCalls):
             patches=config.num_pipeline_patch or config.pipefusion_degree,
             warmup_calls=config.warmup_steps,
         )
-        lane = config.batch.stage(config.pipefusion_degree).pipeline_group
-        self._pipeline = Pipeline(Stages(blocks, cut([b.nbytes for b in blocks], lane.size), lane), lane)
-        self._lane, self._alone = lane, SequenceMesh(None)
+        self._ranks, self._lane = config.batch.stage(config.pipefusion_degree)
+        stages = Stages(blocks, cut([b.nbytes for b in blocks], self._lane.size), self._lane)
+        self._pipeline = Pipeline(stages, config.batch.whole)
         self._timestep, self._run = float("inf"), 0
         self._texts: dict[int, Any] = {}  # of the run, by id: they must live as long as the cache for them
 
@@ -72,16 +72,21 @@ class StagedCalls(ShardedCalls):
         self._note_run(named)
         text = named.get(ENCODER)
         self._texts[id(text)] = text
+        share = BatchSlice.of(self._ranks, self._config.batch_degree, args, kwargs)
+        sequence, degrees = (self._ranks, self._config.of_all_ranks) if share is None else (share.sequence, self._config)
+        if share is not None:
+            args, kwargs = share.take_call(args, kwargs, self._names, self._whole)
 
         def run(mesh: SequenceMesh, kind: Callable[..., RunningCall]) -> Any:
             # Forwards may modify their arguments.
             fresh_args, fresh_kwargs = map_tensors((args, dict(kwargs)), Tensor.clone)
-            with self._installed.call(mesh, lambda shape: self._config, kind=kind) as call, SharedAttention(call):
+            with self._installed.call(mesh, lambda shape: degrees, kind=kind) as call, SharedAttention(call):
                 return self._installed.forward(self._stock, *fresh_args, **fresh_kwargs)
 
         part = Part(form_of((args, dict(kwargs))), id(text), run)
-        (out,) = self._pipeline.call([part], self._alone, self._settings_of_stages)
-        return map_outputs(out, self._of_last_stage)
+        (out,) = self._pipeline.call([part], sequence, self._settings_of_stages)
+        out = map_outputs(out, self._of_last_stage)
+        return out if share is None else share.gather(out)
 
     def _note_run(self, named: Mapping[str, Any]) -> None:
         """Begin a run, without the old cache, where the timestep is later than before."""

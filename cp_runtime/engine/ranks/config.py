@@ -65,8 +65,8 @@ class ContextParallelConfig(_NotOfDiffusers):
             for bit. Not in diffusers.
         exchange: "8 bit" sends half of the bytes of half precision, with an error of about half a per cent (docs/numerics.md): for
             slow links. "exact" sends the original precision. Not in diffusers.
-        pipefusion_degree: stages of the model's blocks, each on a rank of its own; all other degrees are then 1. The names of this
-            and the next two are xDiT's. Not in diffusers.
+        pipefusion_degree: stages of the model's blocks, each on batch x ring x ulysses ranks. The names of this and the next two are
+            xDiT's. Not in diffusers.
         num_pipeline_patch: parts of the tokens that pass through the stages one behind the other; None = as many as stages. More
             than 1 is approximate (docs/numerics.md). Not in diffusers.
         warmup_steps: exact calls of every prompt before approximate ones. Not in diffusers.
@@ -118,9 +118,9 @@ class ContextParallelConfig(_NotOfDiffusers):
             if value is not None and (not is_int(value) or value < 1):
                 raise bad_value(name, value, "a whole number from 1", "Leave it out, or raise it.")
         if self.pipefusion_degree > 1:
-            for name, default in (("mesh", None), ("shares", None), ("ring_degree", 1), ("ulysses_degree", 1), ("batch_degree", 1)):
-                if getattr(self, name) != default:
-                    raise bad_value(name, getattr(self, name), f"{default} with pipefusion_degree", "Leave one of them out.")
+            for name in ("mesh", "shares"):
+                if getattr(self, name) is not None:
+                    raise bad_value(name, getattr(self, name), "None with pipefusion_degree", "Leave one of them out.")
 
     def _checked_shares(self, shares: Any) -> Shares:
         ranks = math.prod((*self.mesh_shape, self.batch_degree))

@@ -2,7 +2,7 @@
 
 import torch
 from diffusers import HunyuanDiT2DModel
-from diffusers_cases import CASES, normal
+from diffusers_cases import CASES, flux, normal, pixart, sd3, wan
 from diffusers_models import build, fill, relative
 from support.ranks import finish, report, start, worst
 
@@ -31,6 +31,9 @@ def case_of(name):
     return build(case.model), case.make()
 
 
+CASES_OF_TWO = {
+    "flux": lambda: flux(batch=2), "sd3": lambda: sd3(2), "pixart": lambda: pixart(2, (4, 6)), "wan t2v": lambda: wan(batch=2),
+}  # fmt: skip
 MODELS = {"hunyuan dit": hunyuan_dit} | {name: lambda name=name: case_of(name) for name in ("flux", "sd3", "pixart", "wan t2v")}
 
 
@@ -50,7 +53,7 @@ def step(model, inputs, text, number):
 
 
 with torch.inference_mode():
-    for name, make in MODELS.items():
+    for name, make in MODELS.items() if world == 2 else ():
         model, inputs = make()
         text = inputs["encoder_hidden_states"]
         expected = [step(model, inputs, text, number) for number in range(3)]
@@ -74,6 +77,28 @@ with torch.inference_mode():
         remove_context_parallel(model)
         found["removed"] = relative(step(model, inputs, text, 2), expected[2])
         report(model=name, **found)
+    # Stages of several ranks, which share the sequence, or the items of the batch, of that.
+    together = [
+        dict(ulysses_degree=world // 2),
+        dict(ring_degree=world // 2, rotate_method="alltoall"),
+        dict(batch_degree=world // 2),
+    ]
+    for turn, name in enumerate(MODELS if world == 4 else ()):
+        model, inputs = MODELS[name]()
+        if inputs["hidden_states"].shape[0] == 1:
+            inputs = CASES_OF_TWO[name]()
+        text, degrees = inputs["encoder_hidden_states"], together[turn % len(together)]
+        expected = [step(model, inputs, text, number) for number in range(2)]
+        found = {}
+        for patches in (1, 2):
+            config = ContextParallelConfig(
+                pipefusion_degree=2, num_pipeline_patch=patches, **degrees, ulysses_anything=True, ring_anything=True
+            )
+            apply_context_parallel(model, config)
+            found[f"exact {patches}"] = relative(step(model, inputs, text, 0), expected[0])
+            found[f"next {patches}"] = relative(step(model, inputs, text, 1), expected[1])
+            remove_context_parallel(model)
+        report(together=name, degrees=str(degrees), **found)
     model, inputs = case_of("flux 2")
     try:
         apply_context_parallel(model, ContextParallelConfig(pipefusion_degree=world))

@@ -105,5 +105,13 @@ def test_a_model_staged(staged, model):
     assert found["removed"] == 0
 
 
+def test_stages_of_several_ranks():
+    reports = [each for each in run_ranks("api/pipefusion_ranks.py", 4, preload=DIFFUSERS, prepare=[]) if "together" in each]
+    assert {report["degrees"].partition(":")[0] for report in reports} == {"{'ulysses_degree'", "{'ring_degree'", "{'batch_degree'"}
+    for report in reports:
+        assert max(report["exact 1"], report["next 1"], report["exact 2"]) <= TOLERANCE, report
+        assert 0 < report["next 2"] < 0.2, report
+
+
 def test_a_class_without_a_plan_for_stages_is_refused(staged):
     assert "has no plan for pipefusion_degree" in staged["refused"]["error"]
