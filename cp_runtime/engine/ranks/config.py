@@ -65,8 +65,8 @@ class ContextParallelConfig(_NotOfDiffusers):
             for bit. Not in diffusers.
         exchange: "8 bit" sends half of the bytes of half precision, with an error of about half a per cent (docs/numerics.md): for
             slow links. "exact" sends the original precision. Not in diffusers.
-        pipefusion_degree: stages of the model's blocks, each on batch x ring x ulysses ranks. The names of this and the next two are
-            xDiT's. Not in diffusers.
+        pipefusion_degree: stages of the model's blocks, each on batch x ring x ulysses ranks. The names of this and the next two
+            are xDiT's. Not in diffusers.
         num_pipeline_patch: parts of the tokens that pass through the stages one behind the other; None = as many as stages. More
             than 1 is approximate (docs/numerics.md). Not in diffusers.
         warmup_steps: exact calls of every prompt before approximate ones. Not in diffusers.
