@@ -1,6 +1,6 @@
-"""Records a model's own forward for `support.tracer`: modules that are called, with their arguments by name, and every attention.
+"""Records a model's own forward: every module that is called, with its arguments by name, and every attention. Imports ComfyUI.
 
-Imports ComfyUI.
+`support.tracer` holds a family's table against such a recording, and `make plan` drafts a table from it.
 """
 
 import functools
@@ -23,17 +23,29 @@ class ModuleCall:
     """One call of a module. Tensors are copies, since models add to their hidden states in place.
 
     Args:
+        path: of the module in the model.
         arguments: by name, as plans write them: what comes through `**name` is "name.argument".
     """
 
+    path: str
     arguments: Mapping[str, Any]
     output: Any
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCall:
-    """One call of ComfyUI's attention; all but the mask are `[B, L, heads, D]`."""
+    """One call of ComfyUI's attention.
 
+    Args:
+        path: of the innermost module that was running.
+        name: full name of the function, in the module that imported it.
+        reached: whether transformer_options came with it, through which attention is found.
+        q, k, v, out: `[B, L, heads, D]`.
+    """
+
+    path: str
+    name: str
+    reached: bool
     q: Tensor
     k: Tensor
     v: Tensor
@@ -118,28 +130,33 @@ def _parameters(forward: Callable[..., Any]) -> tuple[Set[str], str]:
     return parameters.keys(), next((p.name for p in parameters.values() if p.kind is p.VAR_KEYWORD), "")
 
 
-def record(model: nn.Module, forward: Callable[..., Any], arguments: Mapping[str, Any], paths: Container[str]) -> Recording:
+def record(
+    model: nn.Module, forward: Callable[..., Any], arguments: Mapping[str, Any], paths: Container[str] | None = None
+) -> Recording:
     """Call `forward`, a method of `model`, and write down what happens.
 
     Args:
-        paths: modules whose calls are of interest. What goes through an encoder of pictures is large.
+        paths: modules whose calls are of interest; by default all. What goes through an encoder of pictures is large.
     """
     found = Recording()
-    running: list[Mapping[str, Any] | None] = []  # arguments, where they are of interest
+    running: list[tuple[str, Mapping[str, Any] | None]] = []  # without arguments, where they are of no interest
 
     def enter(path: str, _: nn.Module, named: Mapping[str, Any]) -> None:
-        kept = {k: v for k, v in named.items() if not k.endswith("transformer_options")}
-        running.append(copied(kept) if path in paths else None)
+        wanted = paths is None or path in paths
+        running.append(
+            (path, copied({k: v for k, v in named.items() if not k.endswith("transformer_options")}) if wanted else None)
+        )
 
-    def leave(_: str, output: Any) -> None:
-        named = running.pop()
+    def leave(path: str, output: Any) -> None:
+        _, named = running.pop()
         if named is not None:
-            found.modules.append(ModuleCall(arguments=named, output=copied(output)))
+            found.modules.append(ModuleCall(path=path, arguments=named, output=copied(output)))
 
-    def attend(_: str, function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    def attend(name: str, function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         given = [arg.peek() if hasattr(arg, "peek") else arg for arg in args]  # containers, which the function empties
         out = function(*args, **kwargs)
-        found.attention.append(_attention_call(out, *given, **kwargs))
+        path = running[-1][0] if running else ""
+        found.attention.append(_attention_call(path, name, out, *given, **kwargs))
         return out
 
     with watched(model, enter, leave, attend):
@@ -148,6 +165,8 @@ def record(model: nn.Module, forward: Callable[..., Any], arguments: Mapping[str
 
 
 def _attention_call(
+    path: str,
+    name: str,
     out: Tensor,
     q: Tensor,
     k: Tensor,
@@ -157,7 +176,7 @@ def _attention_call(
     attn_precision: torch.dtype | None = None,
     skip_reshape: bool = False,
     skip_output_reshape: bool = False,
-    **_: Any,
+    **kwargs: Any,
 ) -> AttentionCall:
     """A call with the signature of ComfyUI's attention functions."""
     if skip_reshape:
@@ -166,7 +185,8 @@ def _attention_call(
         shaped = [t.reshape(*t.shape[:2], -1, q.shape[-1] // heads) for t in (q, k, v)]
     result = out.transpose(1, 2) if skip_output_reshape else out.unflatten(-1, (heads, -1))
     q, k, v, result = (t.clone() for t in (*shaped, result))
-    return AttentionCall(q=q, k=k, v=v, out=result, mask=copied(mask))
+    reached = kwargs.get("transformer_options") is not None
+    return AttentionCall(path=path, name=name, reached=reached, q=q, k=k, v=v, out=result, mask=copied(mask))
 
 
 def copied(value: Any) -> Any:
