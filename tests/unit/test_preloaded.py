@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -36,15 +35,13 @@ class Start:
         self.folder, self.output = folder, folder / "output"
         (folder / "sitecustomize.py").write_text("import os; os.environ['CUSTOMIZED'] = 'yes'")
 
-    def __call__(
-        self, text: str, *arguments: str, spares: Sequence[Sequence[str]] = (), **variables: str
-    ) -> preloaded.Program | None:
+    def __call__(self, text: str, *arguments: str, ranks: bool = False, **variables: str) -> preloaded.Program | None:
         program = self.folder / "program.py"
         program.write_text(text)
         with open(os.devnull, "rb") as nothing, self.output.open("wb") as out:
             env = {**os.environ, "PYTHONPATH": str(self.folder), **variables}
             files = (nothing.fileno(), out.fileno(), out.fileno())
-            return preloaded.fork([str(program), *arguments], cwd=self.folder, env=env, files=files, spares=spares)
+            return preloaded.fork([str(program), *arguments], cwd=self.folder, env=env, files=files, ranks=ranks)
 
 
 @pytest.fixture

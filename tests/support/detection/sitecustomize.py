@@ -95,7 +95,7 @@ def measure_little(measuring: Any) -> None:
 
 
 def look_for_faults(worker: Any) -> None:
-    """Have ranks look for faults where the environment names a folder: theirs, and not that of their fork server."""
+    """Have ranks look for faults where the environment names a folder."""
     imported("faulty_worker", SUPPORT / "faulty_worker.py").make_faulty(worker)
 
 
@@ -106,7 +106,10 @@ def overlook_cards(sources: Any) -> None:
 
 
 sys.meta_path.insert(0, PatchOnImport("comfy.model_detection", take_at_its_word))
-sys.meta_path.insert(0, PatchOnImport("cp_runtime.pool.worker", look_for_faults))
+if (forked := sys.modules.get("cp_runtime.pool.worker")) is not None:
+    look_for_faults(forked)
+else:
+    sys.meta_path.insert(0, PatchOnImport("cp_runtime.pool.worker", look_for_faults))
 if os.environ.get("CP_TEST_CARDS"):  # as in stand_in, which is not to be imported where there are none
     sys.meta_path.insert(0, PatchOnImport("cp_runtime.engine.measuring", measure_little))
     sys.meta_path.insert(0, PatchOnImport(".comfy.ui.sources", overlook_cards))
