@@ -25,6 +25,7 @@ log = logging.getLogger("context_parallel")
 
 PROGRAM = Path(__file__).with_name("rank_program.py")
 _OWN = "CP_"  # names of variables that only our code reads, which a rank gets when it is told which one it is
+_SAME_ORDER = {"PYTHONHASHSEED": "0"}  # of sets of strings, on all ranks
 STACKS = getattr(signal, "SIGUSR1", 0)  # pools need Linux; elsewhere this is only imported
 
 
@@ -128,7 +129,7 @@ class LocalProcess(RankProcess):
             with open(os.devnull, "rb") as nothing:  # subprocess.DEVNULL stays open where a later descriptor cannot be had
                 process = subprocess.Popen(
                     [sys.executable, *interpreter_options(), "-u", str(PROGRAM), str(fd)],
-                    env=environment,
+                    env=_SAME_ORDER | environment,
                     pass_fds=[fd],
                     stdin=nothing,
                     stdout=self.log.fd,
