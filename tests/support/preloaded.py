@@ -21,6 +21,7 @@ import runpy
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -64,6 +65,7 @@ _TAKES = 120.0  # seconds for all imports, and for a fork
 PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36
 RANK_PROGRAM = "rank_program.py"
 _RUNTIME = Path(__file__).resolve().parents[2] / "cp_runtime"
+_COMFYUI = "cp_runtime.comfy.rank.preload"
 _CARDS = "CP_TEST_CARDS"  # as in stand_in: such ranks import this package when torch has its fake devices
 
 
@@ -350,13 +352,15 @@ class _Template:
         if os.getppid() != self._owner:
             os._exit(1)
         os.setsid()
+        imported = False
         while True:
             data, fds, _, _ = socket.recv_fds(connection, _MESSAGE, 32, socket.MSG_CMSG_CLOEXEC)
             if not data:
                 os._exit(0)
             request = json.loads(data)
-            if _CARDS not in request["env"]:
-                runpy.run_path(str(_RUNTIME / "pool" / RANK_PROGRAM))["preload"]([])  # what every rank runs
+            if _CARDS not in request["env"] and not imported:
+                self._import(fds[3])
+                imported = True
             middle = os.fork()
             if middle == 0:
                 if os.fork() == 0:
@@ -365,6 +369,20 @@ class _Template:
             os.waitpid(middle, 0)
             for fd in fds:
                 os.close(fd)
+
+    @staticmethod
+    def _import(fd: int) -> None:
+        """Import, for the first rank, what it and all others run. `fd`: of its socket, where the message to it waits."""
+        program = runpy.run_path(str(_RUNTIME / "pool" / RANK_PROGRAM))
+        with socket.socket(fileno=os.dup(fd)) as connection:
+            (message,) = struct.unpack("i", connection.recvmsg(1, socket.CMSG_LEN(4), socket.MSG_PEEK)[1][0][2])
+        with open(message, "rb") as file:
+            file.seek(0)
+            site = json.load(file)
+        before, sys.argv = list(sys.path), site["argv"]
+        program["set_search_path"](site["path"])
+        program["preload"]([_COMFYUI] if _COMFYUI in site["preload"] else [])
+        sys.path[:] = before
 
     def _become_rank(self, request: dict[str, Any], connection: socket.socket, fds: Sequence[int]) -> NoReturn:
         while os.getppid() != self._owner:
