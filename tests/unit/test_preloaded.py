@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -70,3 +71,27 @@ def test_how_it_ends(start, text, code):
     assert program.wait(30) == code == program.poll()
     assert ("at its exit" in start.output.read_text()) == (code >= 0)
     assert ("ZeroDivisionError" in start.output.read_text()) == (code == 1)
+
+
+STARTS = """
+import os, subprocess, sys
+read, write = os.pipe()
+rank = subprocess.Popen(
+    [sys.executable, "-u", "rank_program.py", str(write)], pass_fds=[write], env={**os.environ, "CP_TEST_CARDS": ""}
+)
+os.close(write)
+print(os.read(read, 99).decode() == f"{os.getpid()} True", rank.wait(), flush=True)
+"""
+RANK = """
+import os, sys
+os.write(int(sys.argv[1]), f"{os.getppid()} {'this' in sys.modules}".encode())
+os._exit(3)
+"""
+
+
+@pytest.mark.skipif(not hasattr(subprocess, "_fork_exec"), reason="Python 3.10 starts ranks as any other program")
+def test_a_rank_is_forked_and_is_the_child_of_the_program_that_starts_it(start):
+    (start.folder / "rank_program.py").write_text(RANK)
+    program = start(STARTS, ranks=True)
+    assert program.wait(30) == 0
+    assert start.output.read_text() == "True 3\n"
