@@ -43,7 +43,6 @@ class Job:
     Args:
         paths: what pytest runs, files or folders. A file belongs to the job that names it, else to the one that names its folder.
         options: for pytest.
-        spares: how many pools of its own process start no interpreter (see `support.preloaded`).
         command: another command than pytest.
         environment: more variables. Such a job runs once more what others run.
     """
@@ -51,7 +50,6 @@ class Job:
     name: str
     paths: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
-    spares: int = 0
     command: tuple[str, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
 
@@ -67,14 +65,14 @@ def files(folder: str, *names: str) -> tuple[str, ...]:
 
 
 LINT = Job(name="lint", command=("make", "-k", "lint"))
-# The longest first. Few: every job has a session of pytest, checkpoints, servers and a process that ranks are forked from.
+# The longest first. Few: every job has a session of pytest, checkpoints, servers and a copy that ranks are forked from.
 JOBS = (
     Job(name="ranks", paths=("tests/ranks",)),
-    Job(name="faults", paths=("tests/faults",), spares=16),
+    Job(name="faults", paths=("tests/faults",)),
     Job(name="server", paths=("tests/server",)),
     Job(name="pool", paths=files("server", "compiled", "lifecycle", "status", "weights", "vae_life")),
     Job(name="browser", paths=("tests/browser",)),
-    Job(name="owners", paths=files("faults", "beyond", "leaks", "neighbours", "parent", "pool"), spares=16),
+    Job(name="owners", paths=files("faults", "beyond", "leaks", "neighbours", "parent", "pool")),
     Job(
         name="graphs",
         paths=files(
@@ -190,7 +188,7 @@ def run_job(job: Job, others: list[Job], environment: dict[str, str], running: l
                 cwd=ROOT,
                 env=env,
                 files=(nothing.fileno(), output, output),
-                spares=[preloaded.FORK_SERVER] * job.spares,
+                ranks=True,
             )
     running.append(process)
     lines = []

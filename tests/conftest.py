@@ -30,6 +30,7 @@ from support import preloaded  # noqa: E402
 
 for name, value in preloaded.ENVIRONMENT.items():  # before torch is imported: OpenMP reads it when it is loaded
     os.environ.setdefault(name, value)
+preloaded.fork_ranks()
 
 from support import checkpoints, durations, exercised, shared_models, stand_in  # noqa: E402
 from support.faults import SOAK  # noqa: E402

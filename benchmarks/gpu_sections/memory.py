@@ -142,5 +142,5 @@ class Steps(Server):
         time.sleep(SETTLE)
 
     def host(self) -> float:
-        """GB that the server and the ranks hold together, and the process that they are forked from."""
+        """GB that the server and the ranks hold together."""
         return sum(pss(pid) for pid in (self.pid, *(child.pid for child in descendants(self.pid)))) / 1e9

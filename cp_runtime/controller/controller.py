@@ -18,8 +18,8 @@ import torch
 from ..errors import MirrorError, PoolError, ProtocolError, RankOutOfMemory
 from ..nested import difference
 from ..pool.config import RuntimeConfig, WorkerSite
-from ..pool.forking import OtherMachines
 from ..pool.peers import forget_fallbacks
+from ..pool.processes import OtherMachines
 from ..pool.worker_pool import CallCancelled
 from ..timing.times import Times
 from .calls import ModelCall, ModelState
@@ -63,6 +63,12 @@ class Controller:
         self._restarting: Future[bool] | None = None
         self._restarting_lock = threading.Lock()
         self._closing = False
+
+    @property
+    def in_use(self) -> bool:
+        """Whether there are ranks, or will be in a moment."""
+        workers = self.workers
+        return workers is not None and (workers.pool.alive or workers.pool.command == "start")
 
     def resident(self, key: str) -> Resident | None:
         return None if (workers := self.workers) is None else workers.models.held.get(key)

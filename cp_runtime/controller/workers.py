@@ -12,8 +12,8 @@ from typing import Any, cast
 from ..engine.measuring import device_driver
 from ..errors import RankOutOfMemory
 from ..pool.config import RuntimeConfig, WorkerSite
-from ..pool.forking import OtherMachines
 from ..pool.messages import Call, CallReport, Method
+from ..pool.processes import OtherMachines
 from ..pool.settings import OFFLOADED, SHARDED, STAGED
 from ..pool.worker_pool import WorkerPool
 from ..timing.choice import Chooser
@@ -76,7 +76,7 @@ class Workers:
 
     @property
     def _start_name(self) -> str:
-        return digest(self.pool.config.devices, self.pool.imports)
+        return digest(self.pool.config.devices)
 
     @property
     def last_start(self) -> float | None:

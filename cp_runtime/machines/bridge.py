@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ContextParallelError, PoolError, RankError
 from ..pool.board import Board
 from ..pool.channel import Channel, Closed, SharedBlock, ready
-from ..pool.forking import RankProcess
 from ..pool.launcher import LogPump
 from ..pool.messages import Failure, Frame, Load, pack, unpack
+from ..pool.processes import RankProcess
 from .store import StoreFile
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ class MachineLost(PoolError):
 class RemoteProcess(RankProcess):
     """A rank's process on another machine. `pid` is the one that it has there."""
 
-    def __init__(self, machine: Machine, bridge: Bridge, rank: int, log: LogPump) -> None:
-        super().__init__(machine, log)  # type: ignore[arg-type]  # see `Machine.start`
+    def __init__(self, bridge: Bridge, rank: int, log: LogPump) -> None:
+        super().__init__(log)
         self._bridge, self._rank, self.kernel = bridge, rank, "running"
 
     @property
@@ -51,7 +51,7 @@ class RemoteProcess(RankProcess):
     def send_signal(self, number: int) -> None:
         self._bridge.tell_now(signal=number, rank=self._rank)
 
-    def kill(self, patience: float = 0.0) -> None:
+    def kill(self) -> None:
         self._bridge.abandoned = True  # what is on its way to ranks of a pool that is killed
         self.send_signal(signal.SIGKILL)
         self._bridge.ended(self._rank)  # nobody waits for an answer over a slow link: what follows comes after the signal
@@ -98,7 +98,7 @@ class Bridge:
         """Take a packet from the machine. `offset`: seconds that its clock is behind this one's."""
         with self._lock:
             if "pid" in packet:
-                self.processes[packet["rank"]].started(int(packet["pid"]))
+                self.processes[packet["rank"]].pid = int(packet["pid"])
             elif "status" in packet:
                 rank, message = packet["rank"], f"on the computer {self._machine}: {packet['message']}"
                 error = RankError(rank=rank, pid=self.processes[rank].pid, kind=str(packet["kind"]), message=message)

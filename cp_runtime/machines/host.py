@@ -1,8 +1,8 @@
 """The other machines, as ComfyUI's process has them: who has joined, and how the pool reaches ranks there.
 
 A machine is a connection that has proven the code: it takes part from when it has met the others until the connection ends.
-`Machine.start` is what `ForkServer.start` is on this machine: the pool gives it the same spec and the same descriptors, of sockets
-and of memory, and a `Bridge` carries what goes over them.
+`Machine.start` is what `LocalProcess.begin` is on this machine: the pool gives it the same spec and the same descriptors, of
+sockets and of memory, and a `Bridge` carries what goes over them.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from functools import partial
 from typing import Any
 
 from ..errors import PoolError, ProtocolError, bad_value
-from ..pool.forking import RankProcess
 from ..pool.launcher import LogPump
+from ..pool.processes import RankProcess
 from .bridge import Bridge, MachineLost, RemoteProcess
 from .facts import differences
 from .listener import Listener
@@ -53,20 +53,12 @@ class Machine:
     def __str__(self) -> str:
         return f"{self.name} ({self.wire.peer})"
 
-    @property
-    def state(self) -> str:
-        """What the process that its ranks are forked from does."""
-        return "gone" if self.lost else "running"
-
-    def wake(self) -> None:
-        """Do nothing: the relay looks after its own fork server."""
-
     def start(self, spec: dict[str, Any], environment: dict[str, str], fds: dict[str, int]) -> RankProcess:
-        """Ask for a rank and return at once: see `ForkServer.start`. It has its own machine's environment."""
+        """Ask for a rank and return at once: see `OtherMachine.start`. It has its own machine's environment."""
         name = str(os.fstat(fds["board_fd"]).st_ino)
         bridge = self.bridges.get(name) or Bridge(self, name, spec["world_size"], fds)
         with LogPump(f"rank {spec['rank']} on {self.name}") as pump:
-            process = RemoteProcess(self, bridge, spec["rank"], pump)
+            process = RemoteProcess(bridge, spec["rank"], pump)
         self.bridges[name] = bridge
         bridge.add(spec["rank"], process, fds)
         bridge.tell_now(start=spec)

@@ -14,7 +14,7 @@ def main() -> None:
     here = Path(__file__).resolve().parent
     sys.path[:] = [folder for folder in sys.path if Path(folder or ".").resolve() != here]
     sys.path.insert(0, str(here.parent / "pool"))
-    starter = importlib.import_module("fork_server")
+    starter = importlib.import_module("rank_program")
     del sys.path[0]
     starter.import_by_name("cp_runtime.machines.joining").run(sys.argv)
 

@@ -1,6 +1,6 @@
 """Starts ranks on a machine that has joined, for the ComfyUI on another one, and passes on what goes between them.
 
-To its ranks the relay is what ComfyUI's process is to the ranks there: it has forked them, their commands come over a socket that
+To its ranks the relay is what ComfyUI's process is to the ranks there: it has started them, their commands come over a socket that
 they inherit, and tensors lie in memory that all of them map. So a tensor comes to a machine once, however many ranks it has.
 """
 
@@ -9,12 +9,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
 import socket
 import threading
 import time
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -24,10 +22,10 @@ from ..pool.board import Inherited
 from ..pool.channel import Channel, Closed, SharedBlock, ready
 from ..pool.config import WorkerSite
 from ..pool.failures import death
-from ..pool.fork_server import PACKAGE, import_by_name
-from ..pool.forking import FORK_SERVERS, RankProcess
 from ..pool.launcher import child_environment
 from ..pool.messages import Frame, Load, pack, unpack
+from ..pool.processes import WAITING, RankProcess
+from ..pool.rank_program import PACKAGE, import_by_name
 from .bridge import failure
 from .meeting import meet
 from .store import StoreFile
@@ -112,14 +110,12 @@ class Relay:
         elif "decision" in packet:
             self._ranks.inherited.board.decide(packet["decision"])
         elif "signal" in packet and (process := self._ranks.processes.get(packet["rank"])) is not None:
-            # `kill` waits for a rank that is not forked yet.
-            send = process.kill if packet["signal"] == signal.SIGKILL else partial(process.send_signal, packet["signal"])
-            threading.Thread(target=send).start()
+            process.send_signal(packet["signal"])
         elif "stacks" in packet and (process := self._ranks.processes.get(packet["stacks"])) is not None:
             threading.Thread(target=self._write_stacks, args=(self._ranks, packet["stacks"])).start()
         elif "end" in packet:
             for process in self._ranks.processes.values():
-                threading.Thread(target=process.kill).start()
+                process.kill()
 
     def _meet(self, address: str, port: int) -> None:
         failed = meet(self._wire.own, Code(address, port, self._token))
@@ -127,7 +123,7 @@ class Relay:
             self._wire.send({"met": failed})
 
     def _start(self, packet: dict[str, Any]) -> None:
-        """Fork a rank. The first one of another pool ends those of the one before."""
+        """Start a rank. The first one of another pool ends those of the one before."""
         spec, place = packet["start"], self._place
         rank, world = spec["rank"], spec["world_size"]
         if packet["pool"] != self._pool:
@@ -137,12 +133,13 @@ class Relay:
         # ComfyUI's options decide how it computes.
         site = replace(place.site, service=spec["service"], preload=tuple(spec["preload"]), argv=tuple(spec["argv"]))
         environment = child_environment(place.device_type, spec["machines"].count(place.name))
-        server = FORK_SERVERS.get(site, environment)
+        (process,) = WAITING.take(site, environment, 1)
         ours, theirs = socket.socketpair()
         with theirs:
             ranks.channels[rank] = Channel(ours)
             fds = {"channel_fd": theirs.fileno(), **ranks.inherited.descriptors(rank)}
-            ranks.processes[rank] = server.start(spec, environment | interfaces(self._wire.own), fds)
+            ranks.processes[rank] = process
+            process.begin(spec, environment | interfaces(self._wire.own), fds)
 
     def _pass_on(self, frame: Frame) -> None:
         self._ranks.inherited.board.undecided()

@@ -289,6 +289,6 @@ class WorkerSite:
 
     service: str = ""  # module of this package that makes the service of every rank (see `worker`); empty = none
     path: tuple[str, ...] = ()  # folders in front of `sys.path`
-    # Modules to import once, in the process that all ranks are forked from. They must not open a device.
+    # Modules to import before a rank knows its device, so they must not open one.
     preload: tuple[str, ...] = ("torch",)
     argv: tuple[str, ...] = ("",)  # command line that the code in the ranks sees

@@ -18,9 +18,9 @@ from ..errors import MAX_SHOWN, MirrorError, PoolError, PoolTimeout, RankError, 
 from ..version import VERSION
 from .board import SILENT, Progress
 from .config import RuntimeConfig
-from .forking import ForkServer, OtherMachine, RankProcess
 from .messages import Failure, Report
 from .peers import shm_advice
+from .processes import RankProcess
 
 _FOR_USERS = (MirrorError.__name__, UnsupportedError.__name__)  # their messages need no trace
 _OUT_OF_MEMORY = torch.OutOfMemoryError.__name__
@@ -103,20 +103,6 @@ def death(
     if lines := process.log.finish():
         message += "\n\nWhat it wrote last:\n" + "\n".join(lines)
     return RankError(rank=rank, pid=process.pid, kind=kind, message=message)
-
-
-def unforked(rank: int, server: ForkServer | OtherMachine, timeout: float) -> PoolTimeout:
-    """Return the error for a rank that was not forked in time, by the fork server here or on another machine."""
-    if not isinstance(server, ForkServer):
-        return PoolTimeout(
-            f"start timed out after {timeout:g} s; the computer {server} has not started rank {rank}. They are "
-            f"restarted on next use. {_SLOW['start']}"
-        )
-    doing = "does not answer" if server.ready else "still imports what they need"
-    return PoolTimeout(
-        f"start timed out after {timeout:g} s; the process that they are forked from (pid {server.pid}, "
-        f"{server.state}) {doing} and has not started rank {rank}. They are restarted on next use. {_SLOW['start']}"
-    )
 
 
 def missed_deadline(

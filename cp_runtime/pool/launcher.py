@@ -1,4 +1,4 @@
-"""What ranks and their fork server are started with: files without names, folders, environment, limits of the system, and a log."""
+"""What ranks are started with: files without names, folders, environment, limits of the system, and a log."""
 
 from __future__ import annotations
 
@@ -135,11 +135,11 @@ _LEVELS = {name: getattr(logging, name) for name in ("DEBUG", "INFO", "WARNING",
 
 
 class LogPump:
-    """A thread that copies the lines of one process to the log until it has ended, each with the process's name in front. `fd`:
+    """A thread that copies the lines of one process to the log until it has ended, each with the process's `name` in front. `fd`:
     what the process writes to, a descriptor of this process's own while the pump is used as a context."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        self.name = name
         self._last: deque[str] = deque(maxlen=12)
         read, self.fd = os.pipe()
         self._thread = threading.Thread(target=self._run, args=(read,), name="context-parallel-log", daemon=True)
@@ -169,7 +169,7 @@ class LogPump:
         line = text if level else line
         if not line.startswith("frame #"):  # of C++: dozens of them follow the line that says what is wrong
             self._last.append(line)
-        log.log(level or logging.INFO, "[%s] %s", self._name, line)
+        log.log(level or logging.INFO, "[%s] %s", self.name, line)
 
     def finish(self) -> list[str]:
         """Let the last lines of a process that has ended arrive, and return them. A child of it may hold its output open."""

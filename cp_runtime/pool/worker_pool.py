@@ -23,16 +23,16 @@ from .board import Inherited, Progress
 from .channel import Channel, Closed, ready
 from .collection import Collection, ModuleTimes, Outcome, SendCancel
 from .config import TIMEOUTS, RuntimeConfig, WorkerSite, split_device, timeout_of
-from .failures import connect_advice, connect_failure, death, missed_deadline, reported_failure, unforked
-from .forking import FORK_SERVERS, ForkServer, OtherMachine, OtherMachines, RankProcess, kill_all
+from .failures import connect_advice, connect_failure, death, missed_deadline, reported_failure
 from .launcher import as_host, child_environment, starting
 from .messages import Cancel, Connect, Failure, Import, Measure, Probe, R, Ready, Report, Request, Shutdown, Value, all_of, pack
 from .peers import Connection, fallback_of, look_at_peers
+from .processes import WAITING, OtherMachine, OtherMachines, RankProcess
 from .protocol import TensorPacker, read_tensor, unflatten
 
 log = logging.getLogger("context_parallel")
 
-CONNECTING = "connecting"
+IMPORTING, CONNECTING = "importing", "connecting"
 ACROSS = 9.0  # seconds that ranks of several machines have to connect: a firewall that drops packets gives no other answer
 PROBING = 10.0  # seconds that ranks have for the first messages over their devices' library
 TICK = 0.02  # seconds between two looks at the caller's Cancel
@@ -51,9 +51,8 @@ class WorkerPool:
     Attributes:
         command: the command that runs, or "start"; empty = none. From any thread.
         waiting_for: the ranks that have not reported on it.
-        stage: of the start: "starting processes", "importing" what they need where no process has yet, "connecting" them.
+        stage: of the start: "importing" what ranks need, "connecting" them.
         since: when the start began, in seconds since the epoch.
-        imports: whether what ranks need had to be imported for this start, which takes most of its time.
         last_command, last_command_ended: the last command that was not brief, and when it ended, on the clock of `time.monotonic`.
         backend: by which the ranks communicate; None until they are ready.
         measured, shares, device_names: of the ranks; none until they are ready.
@@ -75,7 +74,7 @@ class WorkerPool:
         self.shares: Shares = ()
         self.device_names: list[str] = []
         self.waiting_for: list[int] = []
-        self.stage, self.since, self.imports = "starting processes", time.time(), True
+        self.stage, self.since = IMPORTING, time.time()
         self.seconds: dict[str, float] = {}
         self._startup_timeout, self._connect_timeout, self.load_timeout = (timeout_of(name, self.world_size) for name in TIMEOUTS)
         self._seq = self._sent = 0
@@ -122,9 +121,8 @@ class WorkerPool:
             return reports
 
         with starting():
-            self._fork(way)
+            self._start_processes(way)
             self._send(Import())
-            self._wait_forked(began + self._startup_timeout, cancelled)
         ended("import")
         self.stage = CONNECTING
         self.peer_to_peer = look_at_peers(self.config.local, way) if way.backend == "nccl" else None
@@ -164,7 +162,7 @@ class WorkerPool:
     def abort(self, reason: str) -> None:
         """End the ranks now, so that a command which runs raises PoolError. From any thread."""
         self._aborted = reason
-        kill_all(self.processes)
+        self._kill_processes()
 
     @property
     def pids(self) -> list[int]:
@@ -262,7 +260,7 @@ class WorkerPool:
     def kill(self) -> None:
         """End the ranks now and release everything."""
         self.alive = False
-        kill_all(self.processes)
+        self._kill_processes()
         for rank in self._running_after(SHUTDOWN_GRACE):
             pid = self.processes[rank].pid
             log.error("rank %d (pid %d, %s) did not end", rank, pid, self.processes[rank].state)
@@ -272,42 +270,35 @@ class WorkerPool:
             channel.close()
         self.inherited.close()
 
-    def _fork(self, way: Connection) -> None:
-        """Ask a fork server for the ranks of this machine, and other machines for theirs."""
-        environment = child_environment(self.config.device_type, len(self.config.local))
+    def _kill_processes(self) -> None:
+        for process in self.processes:
+            process.kill()
+
+    def _start_processes(self, way: Connection) -> None:
+        """Start the ranks of this machine, and ask other machines for theirs."""
+        environment, local = child_environment(self.config.device_type, len(self.config.local)), len(self.config.local)
         across = {} if self._others is None else self._others.interface
         hosts = self.config.shares_accelerators and self.config.backend == "nccl"
-        server = FORK_SERVERS.get(self.site, environment)
-        self.imports = not server.ready
-        self.stage = "importing" if self.imports else "starting processes"
+        self.stage = IMPORTING
+        here = WAITING.take(self.site, environment, local)
+        self.processes[:local] = here  # an earlier start's until now: the status must find one
         for rank in range(self.world_size):
             ours, theirs = socket.socketpair()
             self.channels.append(Channel(ours))
             with theirs:
-                own = environment | way.environment | across | (as_host(rank) if hosts else {})
+                spec, own = self._spec(rank, way), environment | way.environment | across | (as_host(rank) if hosts else {})
                 inherited = {"channel_fd": theirs.fileno(), **self.inherited.descriptors(rank)}
-                started = self._place(rank, server).start(self._spec(rank, way), own, inherited)
-                self.processes[rank : rank + 1] = [started]  # an earlier start's until now: the status must find one
+                if rank < local:
+                    here[rank].begin(spec, own, inherited)
+                else:
+                    self.processes[rank : rank + 1] = [self._machine(rank).start(spec, own, inherited)]
 
-    def _place(self, rank: int, server: ForkServer) -> ForkServer | OtherMachine:
-        """Return what starts a rank: the fork server of this machine, or another machine. Raises PoolError: that is gone."""
+    def _machine(self, rank: int) -> OtherMachine:
+        """Return the other machine of a rank. Raises PoolError: it is gone."""
         name = self.config.machines[rank]
-        if not name or self._others is None:
-            return server
-        if (machine := self._others.here.get(name)) is None:
+        if self._others is None or (machine := self._others.here.get(name)) is None:
             raise PoolError(f"the computer {name} is not there any more. Queue the prompt again: it runs on those that are.")
         return machine
-
-    def _wait_forked(self, deadline: float, cancelled: Callable[[], bool] | None) -> None:
-        for rank, process in enumerate(self.processes):
-            while not process.wait_started(TICK):
-                if self._aborted:
-                    raise PoolError(self._aborted)
-                if cancelled is not None and cancelled():
-                    raise CallCancelled
-                if time.monotonic() > deadline:
-                    raise unforked(rank, process.server, self._startup_timeout)
-                process.server.wake()
 
     def _spec(self, rank: int, way: Connection) -> dict[str, Any]:
         return {

@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -44,20 +45,21 @@ class Owner:
         temp: folder for its temporary files, also those of its pools.
         env: environment variables to set.
         wrapper: command in front of the interpreter.
+        forked: whether its ranks are (see `support.preloaded`).
     """
 
-    def __init__(self, temp, env=None, wrapper=()):
+    def __init__(self, temp, env=None, wrapper=(), forked=True):
         from support import preloaded
 
-        self.temp, self.marker = Path(temp), uuid.uuid4().hex
+        self.temp, self.marker, self._folder = Path(temp), uuid.uuid4().hex, Path(tempfile.mkdtemp())
         self.log = []
         self._ids, self._answers, self._changed = itertools.count(1), {}, threading.Condition()
         inherited = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
         env = {**inherited, **(env or {}), MARKER: self.marker, "TMPDIR": str(temp), "XDG_RUNTIME_DIR": str(temp)}
         (theirs, commands), (printed, output) = os.pipe(), os.pipe()
         self._commands, self._printed = os.fdopen(commands, "wb"), os.fdopen(printed, "rb")
-        program, files = [str(Path(__file__).resolve())], (theirs, output, output)
-        self.process = preloaded.start(program, cwd=Path.cwd(), env=env, files=files, wrapper=wrapper)
+        program, files = [str(Path(__file__).resolve()), *["forked"] * forked], (theirs, output, output)
+        self.process = preloaded.start(program, cwd=self._folder, env=env, files=files, wrapper=wrapper)
         for fd in (theirs, output):
             os.close(fd)
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -108,15 +110,12 @@ class Owner:
         return "".join(self.log)
 
     def family(self, ignore=()):
-        """Living processes that the owner or its children started, and the owner."""
-        import psutil
-        from support.processes import with_environment
+        """Living processes that the owner or its children started, and the owner. Those that were forked have another's
+        environment, but this folder."""
+        from support.processes import inside, with_environment
 
-        found = with_environment(MARKER, self.marker)
-        if self.process.poll() is None and self.pid not in [process.pid for process in found]:
-            with contextlib.suppress(psutil.NoSuchProcess):  # it may end between the two
-                found.append(psutil.Process(self.pid))  # forked, it has been started with another environment
-        return [process for process in found if process.pid not in ignore]
+        found = {process.pid: process for process in [*with_environment(MARKER, self.marker), *inside(self._folder)]}
+        return [process for pid, process in found.items() if pid not in ignore]
 
     def wait_alone(self, timeout, ignore=()):
         """Wait until nothing of the family lives. Returns what does."""
@@ -138,6 +137,7 @@ class Owner:
             with contextlib.suppress(Exception):
                 process.kill()
         self._reader.join(5)
+        shutil.rmtree(self._folder, ignore_errors=True)
         self._printed.close()
 
     def _read(self):
@@ -193,6 +193,15 @@ class Commands:
             self.pools[pool] = made = make_pool(ranks)
             made.start()
         return {"pids": made.pids, "thread": threading.get_native_id()}
+
+    def wait(self, count=2):
+        """Start processes that wait to be ranks."""
+        from cp_runtime.pool.config import WorkerSite
+        from cp_runtime.pool.launcher import child_environment
+        from cp_runtime.pool.processes import WAITING
+
+        WAITING.start(WorkerSite(), child_environment("cpu", count), count)
+        return {}
 
     def echo(self, pool, nbytes=1000, value=7, timeout=60.0):
         """Send bytes through the ranks and compare."""
@@ -288,6 +297,10 @@ def _bind_ipv6():
 
 def main():
     sys.path[0] = str(TESTS)
+    if "forked" in sys.argv:
+        from support import preloaded
+
+        preloaded.fork_ranks()
     from support.package import load_package
 
     load_package()

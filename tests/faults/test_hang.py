@@ -15,7 +15,7 @@ from support.pools import echo, hold, make_pool, small_pool
 
 from cp_runtime.errors import PoolTimeout
 from cp_runtime.pool.failures import collect_stacks
-from cp_runtime.pool.forking import RankProcess, process_state
+from cp_runtime.pool.processes import RankProcess, process_state
 
 DEADLINE = 3.5
 CP = {"world_size": 2, "step_timeout": DEADLINE}

@@ -83,7 +83,7 @@ def test_what_another_launcher_left_behind(tmp_path):
                 taken.listen()
         with pytest.raises(OSError), socket.socket() as probe:  # noqa: PT011
             probe.bind(("127.0.0.1", 29500))
-        owner = stack.enter_context(Owner(tmp_path, wrong))
+        owner = stack.enter_context(Owner(tmp_path, wrong, forked=False))
         before = owner.ask("environment")["environment"]
         assert before.items() >= wrong.items()
         pids = owner.ask("start", pool="a")["pids"]

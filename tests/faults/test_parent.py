@@ -14,10 +14,10 @@ from support.processes import alive, descendants, wait_gone
 from support.server import ComfyServer
 
 CP = {"world_size": 2}
-# The fork server's interpreter, when it stands still before the first line of its program, until it is let go.
+# A rank's interpreter, when it stands still before the first line of its program, until it is let go.
 SLOW_INTERPRETER = """
 import os, pathlib, runpy, sys, time
-if any(argument.endswith("fork_server.py") for argument in sys.orig_argv):
+if any(argument.endswith("rank_program.py") for argument in sys.orig_argv):
     here = pathlib.Path(__file__).parent
     (here / ("waiting-%d" % os.getpid())).touch()
     while not (here / "go").exists():
@@ -44,10 +44,12 @@ def start_hung(owner, faults, kind):
 # --- 15 ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("moment", ["busy", "starting", "holding Python's lock", *(["idle"] if SOAK else [])])
+@pytest.mark.parametrize("moment", ["waiting", "busy", "starting", "holding Python's lock", *(["idle"] if SOAK else [])])
 def test_sigkill(temp, faults, moment):
-    """In "busy" one rank is stopped as well: it cannot run, and must end all the same."""
-    with Owner(temp, faults.pool_environment) as owner:
+    """In "busy" one rank is stopped as well: it cannot run, and must end all the same. "waiting": started ahead of a prompt."""
+    with Owner(temp, faults.pool_environment, forked=False) as owner:
+        if moment == "waiting":
+            owner.ask("wait")
         if moment in ("idle", "busy"):
             pids = owner.ask("start", pool="a")["pids"]
             assert owner.ask("echo", pool="a")["same"]
@@ -60,26 +62,27 @@ def test_sigkill(temp, faults, moment):
         if moment == "holding Python's lock":
             start_hung(owner, faults, "lock")
             owner.ask("hold_lock")
-        assert len(owner.family()) == 4  # it, its fork server, two ranks
+        assert len(owner.family()) == 3
         watch = Stopwatch(f"15 SIGKILL of the UI process, {moment}")
         os.kill(owner.pid, signal.SIGKILL)
         assert_alone(owner, watch, 2)
         assert list(temp.iterdir()) == []
 
 
-def test_sigkill_before_the_fork_server_has_run_a_line(temp, tmp_path, faults):
-    """It asks for the signal at its parent's death when that is dead already. Left alone, its ranks would sleep."""
+def test_sigkill_before_a_rank_has_run_a_line(temp, tmp_path, faults):
+    """It asks for the signal at its parent's death when that is dead already. Left alone, it would sleep."""
     for rank in range(2):
         faults.arm(rank, "sleep", at="start")
     path = faults.pool_environment["PYTHONPATH"]
     (tmp_path / "sitecustomize.py").write_text(SLOW_INTERPRETER.format(next_one=path.partition(os.pathsep)[0]))
-    with Owner(temp, {**faults.pool_environment, "PYTHONPATH": os.pathsep.join([str(tmp_path), path])}) as owner:
+    variables = {**faults.pool_environment, "PYTHONPATH": os.pathsep.join([str(tmp_path), path])}
+    with Owner(temp, variables, forked=False) as owner:
         owner.send("start", pool="a", thread=True)
-        wait_for(lambda: len(list(tmp_path.glob("waiting-*"))) == 1)
+        wait_for(lambda: len(list(tmp_path.glob("waiting-*"))) == 2)
         os.kill(owner.pid, signal.SIGKILL)
         owner.process.wait()
-        assert len(owner.family()) == 1
-        watch = Stopwatch("15 SIGKILL of the UI process, the fork server's interpreter starts")
+        assert len(owner.family()) == 2
+        watch = Stopwatch("15 SIGKILL of the UI process, a rank's interpreter starts")
         (tmp_path / "go").touch()
         assert_alone(owner, watch, 2)
 
@@ -135,12 +138,12 @@ MOMENTS = (
 @pytest.mark.parametrize(("kind", "moment"), MOMENTS, ids=[f"{kind.name}-{moment}" for kind, moment in MOMENTS])
 def test_signals_that_ask(temp, faults, kind, moment):
     """The process ends as it would without ranks: by that signal."""
-    with Owner(temp, faults.pool_environment) as owner:
+    with Owner(temp, faults.pool_environment, forked=False) as owner:
         if moment == "idle":
             owner.ask("start", pool="a")
         else:
             start_hung(owner, faults, "sleep")
-        assert len(owner.family()) == 4  # it, its fork server, two ranks
+        assert len(owner.family()) == 3
         watch = Stopwatch(f"16 {kind.name} to the UI process, {moment}")
         os.kill(owner.pid, kind)
         code = owner.process.wait(10 * SLACK)
@@ -148,13 +151,6 @@ def test_signals_that_ask(temp, faults, kind, moment):
         assert_alone(owner, watch, 10)
         assert code == -kind, owner.log_text()
         assert list(temp.iterdir()) == []
-
-
-def assert_no_module_was_left_out(ranks):
-    """What makes it unfit to be forked is named in its command line. With --cpu, ComfyUI's own code is among what it imports."""
-    (command,) = {tuple(rank.parent().cmdline()) for rank in ranks}
-    program = next(i for i, argument in enumerate(command) if argument.endswith("fork_server.py"))
-    assert len(command[program + 1 :]) == 2  # two descriptors
 
 
 @pytest.mark.parametrize(
@@ -166,11 +162,10 @@ def assert_no_module_was_left_out(ranks):
 def test_signals_that_ask_comfyui(comfyui_path, checkpoints_dir, kind, usual):
     """ComfyUI ends as it does without ranks. SIGINT goes to the whole process group: that is Ctrl-C."""
     group = kind == signal.SIGINT
-    with ComfyServer(comfyui_path, models=checkpoints_dir, spare=False) as server:
+    with ComfyServer(comfyui_path, models=checkpoints_dir, forked=False) as server:
         server.run(flux_prompt(cp=CP), timeout=120).check()
         ranks = server.workers()
         assert len(ranks) == 2
-        assert_no_module_was_left_out(ranks)
         printed = len(server.log_text())
         watch = Stopwatch("17 Ctrl-C to ComfyUI's process group" if group else f"16 {kind.name} to ComfyUI")
         (os.killpg if group else os.kill)(server.pid, kind)
@@ -215,13 +210,12 @@ def test_ctrl_c_in_a_terminal(temp):
 
 def test_started_from_a_thread_that_ends(temp):
     """The kernel's signal at a parent's death comes when the *thread* that started a child ends."""
-    with Owner(temp) as owner:
-        for pool in ("a", "b"):  # the second one finds the fork server there
-            started = owner.ask("start", pool=pool, thread=True)
-            wait_for(lambda: not Path(f"/proc/{owner.pid}/task/{started['thread']}").exists())  # noqa: B023
-            for _ in range(3):
-                assert owner.ask("echo", pool=pool)["same"]
-            assert all(alive(psutil.Process(pid)) for pid in started["pids"])
+    with Owner(temp, forked=False) as owner:
+        started = owner.ask("start", pool="a", thread=True)
+        wait_for(lambda: not Path(f"/proc/{owner.pid}/task/{started['thread']}").exists())
+        for _ in range(3):
+            assert owner.ask("echo", pool="a")["same"]
+        assert all(alive(psutil.Process(pid)) for pid in started["pids"])
 
 
 def sockets(pid):

@@ -32,15 +32,13 @@ DYNAMIC_IMPORTS = {
     ("cp_runtime/engine/attention/kernels.py", "installed"): "callers pass literals, or a name of SAGE_MODES",
     ("cp_runtime/families/__init__.py", ""): "the files of its own folder",
     ("cp_runtime/machines/join.py", "module"): "this package itself, and literals",
-    ("cp_runtime/pool/fork_server.py", "import_by_name"): "a constant, or what the owner of the pool names",
-    ("cp_runtime/pool/fork_server.py", "load_package"): "this package itself",
+    ("cp_runtime/pool/rank_program.py", "import_by_name"): "a constant, or what the owner of the pool names",
+    ("cp_runtime/pool/rank_program.py", "load_package"): "this package itself",
     ("cp_runtime/pool/worker.py", "_import"): "the owner of the pool names the module, among those of this package",
     ("cp_runtime/comfy/rank/attention.py", "attention_by_name"): "the names are in the plan tables",
 }
 # Uses of FORBIDDEN_CALLS, each with its reason.
 PROCESSES = {
-    ("cp_runtime/pool/fork_server.py", "preload", "os.execv"): "its own command line, with one more name of a module",
-    ("cp_runtime/pool/fork_server.py", "_start", "os.fork"): "a process with one thread and no device",
     ("cp_runtime/machines/listener.py", "__init__", "socket.create_server"): "on one address, once the user asked for it, or while "
     "a computer joins; who connects proves the code",
 }

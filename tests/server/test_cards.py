@@ -6,7 +6,6 @@ float32 throughout, so that the latents are those of the stock graph on one card
 import re
 from dataclasses import replace
 
-import psutil
 import pytest
 import torch
 from safetensors import safe_open
@@ -56,25 +55,24 @@ def latent(server, prompt, **options):
     return server.sample(prompt, **options).float()
 
 
-def fork_servers(server):
-    """Pids of the processes of a server that ranks are forked from: by name where `support.preloaded` forked them."""
-    found = descendants(server.pid)
-    return [each.pid for each in found if each.name() == "cp-fork-server" or "fork_server.py" in " ".join(each.cmdline())]
-
-
 def test_what_ranks_import_is_imported_while_a_prompt_loads(card_server):
-    """From the first prompt with a node of this pack on, before there are ranks; it is what they are forked from then."""
+    """From the first prompt with a node of this pack on, in processes that are the ranks then."""
+
+    def waiting():
+        return [each.pid for each in descendants(card_server.pid) if each.name() == "cp-waiting"]
+
     latent(card_server, flux_prompt())
-    assert fork_servers(card_server) == []
+    assert waiting() == []
     whole = flux_prompt(cp={})
     loads = {name: whole[name] for name in ("cp_config", "loader", "cp_apply")}
     card_server.run(loads | {"shown": {"class_type": "PreviewAny", "inputs": {"source": ["cp_apply", 0]}}}).check()
-    wait_for(lambda: fork_servers(card_server), 10)
-    (early,) = fork_servers(card_server)
+    wait_for(lambda: len(waiting()) == 2, 10)
+    early = waiting()
     assert card_server.status()["ranks"] == []
     latent(card_server, flux_prompt(cp=CASES["Flux"][1]))
-    assert early in {psutil.Process(rank["pid"]).ppid() for rank in card_server.status()["ranks"]}
-    assert fork_servers(card_server)[:1] == [early]
+    assert {rank["pid"] for rank in card_server.status()["ranks"]} == {*early}
+    latent(card_server, flux_prompt(cp=CASES["Flux"][1]))
+    assert waiting() == []
 
 
 @pytest.mark.parametrize("case", [pytest.param(name, marks=pytest.mark.soak if name in SELDOM else ()) for name in CASES])

@@ -145,7 +145,7 @@ def test_answers_while_the_ranks_start_and_compute(pool_server, expected, faults
     assert {rank["state"] for rank in starting["ranks"]} == {"starting"}
     begun = starting["starting"]
     assert abs(begun["since"] - time.time()) < 60
-    assert begun["stage"] in ("starting processes", "connecting")  # what they need was imported for the first ones
+    assert begun["stage"] in ("importing", "connecting")
     assert begun["last_took"] > 0
     assert starting["activity"] == f"starting 2 workers: {begun['stage']} (took {begun['last_took']:.0f} s last time)…"
     busy = pool_server.wait_status(lambda status: status["state"] == "computing" and status["ranks"][1]["modules"] > 0)

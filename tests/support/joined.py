@@ -41,8 +41,7 @@ class Joining:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": DETECTION, **(env or {})}
         with log.open("ab") as out, open(os.devnull, "rb") as nothing:
             files = (nothing.fileno(), out.fileno(), out.fileno())
-            spares = [preloaded.FORK_SERVER]
-            self.process = preloaded.start(command, cwd=cwd, env=environment, files=files, spares=spares, wrapper=prefix)
+            self.process = preloaded.start(command, cwd=cwd, env=environment, files=files, ranks=True, wrapper=prefix)
 
     @property
     def text(self) -> str:

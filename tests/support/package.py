@@ -12,7 +12,7 @@ def load_package() -> None:
     """Load the package the way worker ranks do."""
     if "cp_runtime" in sys.modules:
         return
-    load_script(ROOT / "cp_runtime" / "pool" / "fork_server.py").load_package(str(ROOT / "cp_runtime"))
+    load_script(ROOT / "cp_runtime" / "pool" / "rank_program.py").load_package(str(ROOT / "cp_runtime"))
 
 
 def load_script(file: Path, package: str = "") -> ModuleType:

@@ -27,12 +27,7 @@ def small_pool(ranks: int = 2, **settings: Any) -> Iterator[WorkerPool]:
 
 
 def make_pool(ranks: int = 2, site: WorkerSite | None = None, on: str = "cpu", **settings: Any) -> WorkerPool:
-    """A pool that is to be started, on devices of a type; `settings` are those of its config.
-
-    Pools of a process have one fork server, unless their environments differ.
-    """
-    if "PYTEST_CURRENT_TEST" in os.environ:  # it differs in every test
-        os.environ["PYTEST_CURRENT_TEST"] = "a test with a pool"
+    """A pool that is to be started, on devices of a type; `settings` are those of its config."""
     inventory = DeviceInventory(type=on, count=0 if on == "cpu" else ranks)
     return WorkerPool(RuntimeConfig.resolve(inventory=inventory, world_size=ranks, **settings), site or WorkerSite())
 

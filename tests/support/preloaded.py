@@ -21,12 +21,15 @@ import runpy
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
+from types import BuiltinFunctionType
 from typing import Any, NoReturn
 
 VARIABLE = "CP_TEST_PRELOADED"
@@ -59,13 +62,11 @@ line while it is imported."""
 _READ_ONCE = ("OMP_", "MKL_", "OPENBLAS_", "GOMP_", "MALLOC_", "LD_", "ATEN_", "ONEDNN_")
 _MESSAGE = 1 << 17
 _TAKES = 120.0  # seconds for all imports, and for a fork
-PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
-FORK_SERVER = ("fork_server.py",)
-"""Spare of a program with a pool: what its ranks are forked from."""
-
-
-SPARES = hasattr(subprocess, "_fork_exec")
-"""Whether this Python starts programs by a function that can be replaced: 3.11 and newer."""
+PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36
+RANK_PROGRAM = "rank_program.py"
+_RUNTIME = Path(__file__).resolve().parents[2] / "cp_runtime"
+_COMFYUI = "cp_runtime.comfy.rank.preload"
+_CARDS = "CP_TEST_CARDS"  # as in stand_in: such ranks import this package when torch has its fake devices
 
 
 def name_process(program: str | Path) -> None:
@@ -113,20 +114,19 @@ Process = Program | subprocess.Popen[bytes]
 
 
 def fork(
-    argv: Sequence[str], *, cwd: Path, env: Mapping[str, str], files: tuple[int, int, int], spares: Sequence[Sequence[str]] = ()
+    argv: Sequence[str], *, cwd: Path, env: Mapping[str, str], files: tuple[int, int, int], ranks: bool = False
 ) -> Program | None:
     """Run a program, in a session of its own; None where it has to be started as any other.
 
     Args:
         argv: what the interpreter gets: a file, or `-m` and a module, and arguments.
         files: descriptors of its standard input, output and errors.
-        spares: files of programs that need no new interpreter either, see `_Spares`: for each that it starts, this one, one that
-            this one starts, and so on.
+        ranks: whether those that it starts are forked as well: see `fork_ranks`.
     """
     path = os.environ.get(VARIABLE)
     if path is None or any(os.environ.get(name) != env.get(name) for name in {*os.environ, *env} if name.startswith(_READ_ONCE)):
         return None
-    return Program(_ask(path, {"argv": list(argv), "cwd": str(cwd), "env": dict(env), "spares": [*map(list, spares)]}, files))
+    return Program(_ask(path, {"argv": list(argv), "cwd": str(cwd), "env": dict(env), "ranks": ranks}, files))
 
 
 def _ask(path: str, request: dict[str, Any], files: Sequence[int] = ()) -> socket.socket:
@@ -142,12 +142,12 @@ def start(
     cwd: Path,
     env: Mapping[str, str],
     files: tuple[int, int, int],
-    spares: Sequence[Sequence[str]] = (),
+    ranks: bool = False,
     wrapper: Sequence[str] = (),
 ) -> Process:
     """Run a program, forked where that can be. Arguments as those of `fork`, and a command in front of the interpreter."""
     stdin, stdout, stderr = files
-    return (None if wrapper else fork(argv, cwd=cwd, env=env, files=files, spares=spares)) or subprocess.Popen(
+    return (None if wrapper else fork(argv, cwd=cwd, env=env, files=files, ranks=ranks)) or subprocess.Popen(
         [*wrapper, sys.executable, "-u", *argv], cwd=cwd, env=env, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True
     )
 
@@ -206,7 +206,7 @@ class Server:
 
     def fork(self, argv: Sequence[str], *, env: Mapping[str, str], files: tuple[int, int, int]) -> Program:
         """Run a program. Arguments as those of `fork`."""
-        request = {"argv": list(argv), "cwd": str(Path.cwd()), "env": dict(env), "spares": []}
+        request = {"argv": list(argv), "cwd": str(Path.cwd()), "env": dict(env), "ranks": False}
         return Program(_ask(self.path, request, files))
 
     def prepare(self, module: str, value: Any, timeout: float) -> bool:
@@ -309,74 +309,106 @@ class _Preloaded:
             held.close()
 
 
-class _Spares:
-    """Copies of a program from before its first line, to become programs that it starts, such as what its ranks are forked from.
+class _Template:
+    """A copy of this process, from before its first line, that its ranks are forked from: one with threads cannot be forked, and
+    each rank would import for seconds.
 
-    Each of those would import for two seconds too. It has to be a child of the program; one with threads cannot be forked.
-
-    Args:
-        chains: for each copy its file, that of a copy of the copy, and so on.
+    A rank is the copy's grandchild. The process between the two ends at once, and the rank is this process's child then, as if it
+    had been started here. `subprocess` finds no difference.
     """
 
-    def __init__(self, chains: Sequence[Sequence[str]]) -> None:
-        self._owner = os.getpid()
-        self._waiting: list[tuple[str, int, socket.socket]] = []
-        """File and pid of a copy, and its socket."""
-        for program, *later in chains:
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            with theirs:
-                pid = os.fork()
-                if pid == 0:
-                    for held in [*(spare[2] for spare in self._waiting), ours]:
-                        held.close()
-                    self._wait(theirs, program, later)
-            self._waiting.append((program, pid, ours))
+    def __init__(self) -> None:
+        self._owner, self._interpreter, self._asking = os.getpid(), sys.executable, threading.Lock()
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+        self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            if os.fork() == 0:
+                self._connection.close()
+                self._serve(theirs)
         self._fork_exec = subprocess._fork_exec  # type: ignore[attr-defined]
         subprocess._fork_exec = self._start  # type: ignore[attr-defined]
 
     def _start(self, argv: Sequence[str], *how: Any) -> int:
         """What `subprocess` calls to start a program: the arguments of CPython's `_posixsubprocess.fork_exec`."""
         (_, _, kept, _, env, stdin, _, _, stdout, _, stderr, _, failed, *_) = how
-        start = partial(self._fork_exec, argv, *how)
-        found = [spare for spare in self._waiting if any(str(argument).endswith(spare[0]) for argument in argv)]
-        if os.getpid() != self._owner or not found:
-            return start()
-        variables = dict(os.fsdecode(item).split("=", 1) for item in env)
+        names = [os.path.basename(os.fsdecode(argument)) for argument in argv]
+        if os.getpid() != self._owner or RANK_PROGRAM not in names or argv[0] != self._interpreter:
+            return self._fork_exec(argv, *how)
         inherited = [fd for fd in kept if fd != failed]
         standard = [own if fd == -1 else fd for own, fd in enumerate((stdin, stdout, stderr))]
-        request = {"argv": list(argv), "env": variables, "cwd": os.getcwd(), "fds": [0, 1, 2, *inherited]}
-        self._waiting.remove(found[0])
-        _, pid, connection = found[0]
-        with connection:
-            try:
-                socket.send_fds(connection, [json.dumps(request).encode()], [*standard, *inherited])
-            except OSError:  # it is gone
-                return start()
-        return pid
+        request = {
+            "argv": list(argv[names.index(RANK_PROGRAM) :]),
+            "env": dict(os.fsdecode(item).split("=", 1) for item in env),
+            "cwd": os.getcwd(),
+            "fds": [0, 1, 2, *inherited],
+        }
+        with self._asking:
+            socket.send_fds(self._connection, [json.dumps(request).encode()], [*standard, *inherited])
+            return int(self._connection.recv(_MESSAGE))
 
-    def _wait(self, connection: socket.socket, file: str, later: Sequence[str]) -> NoReturn:
-        """In the copy: wait to be needed, and be that program."""
+    def _serve(self, connection: socket.socket) -> NoReturn:
+        """In the copy: fork ranks as long as the process is there."""
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != self._owner:
             os._exit(1)
-        data, fds, _, _ = socket.recv_fds(connection, _MESSAGE, 32, socket.MSG_CMSG_CLOEXEC)
-        if not data:
-            os._exit(0)
+        os.setsid()
+        imported = False
+        while True:
+            data, fds, _, _ = socket.recv_fds(connection, _MESSAGE, 32, socket.MSG_CMSG_CLOEXEC)
+            if not data:
+                os._exit(0)
+            request = json.loads(data)
+            if _CARDS not in request["env"] and not imported:
+                self._import(fds[3])
+                imported = True
+            middle = os.fork()
+            if middle == 0:
+                if os.fork() == 0:
+                    self._become_rank(request, connection, fds)
+                os._exit(0)
+            os.waitpid(middle, 0)
+            for fd in fds:
+                os.close(fd)
+
+    @staticmethod
+    def _import(fd: int) -> None:
+        """Import, for the first rank, what it and all others run. `fd`: of its socket, where the message to it waits."""
+        program = runpy.run_path(str(_RUNTIME / "pool" / RANK_PROGRAM))
+        with socket.socket(fileno=os.dup(fd)) as connection:
+            (message,) = struct.unpack("i", connection.recvmsg(1, socket.CMSG_LEN(4), socket.MSG_PEEK)[1][0][2])
+        with open(message, "rb") as file:
+            file.seek(0)
+            site = json.load(file)
+        before, sys.argv = list(sys.path), site["argv"]
+        program["set_search_path"](site["path"])
+        program["preload"]([_COMFYUI] if _COMFYUI in site["preload"] else [])
+        sys.path[:] = before
+
+    def _become_rank(self, request: dict[str, Any], connection: socket.socket, fds: Sequence[int]) -> NoReturn:
+        while os.getppid() != self._owner:
+            time.sleep(0.0005)
+        connection.send(str(os.getpid()).encode())
         connection.close()
         os.setsid()
-        request = json.loads(data)
         above = [fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for fd in fds]
         for fd in fds:
             os.close(fd)
         for fd, wanted in zip(above, request["fds"], strict=True):
             os.dup2(fd, wanted)
             os.close(fd)
-        sys.orig_argv = request["argv"]
-        first = next(i for i, argument in enumerate(sys.orig_argv) if argument.endswith(file))
-        if later:
-            _Spares([later])
-        _run({**request, "argv": sys.orig_argv[first:]})
+        if _CARDS in request["env"]:
+            for name in [name for name in sys.modules if name.partition(".")[0] == _RUNTIME.name]:
+                del sys.modules[name]
+        sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))  # noqa: SIM115
+        _run(request)
         os._exit(0)
+
+
+def fork_ranks() -> None:
+    """Fork the ranks that this process will start, if it does not yet. Call it before there is another thread. Python 3.10 starts
+    them as any other: it has no function that can be replaced."""
+    if isinstance(getattr(subprocess, "_fork_exec", None), BuiltinFunctionType):
+        _Template()
 
 
 def _run(request: dict[str, Any]) -> None:
@@ -388,6 +420,7 @@ def _run(request: dict[str, Any]) -> None:
     path = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     sys.path[:0] = path
     if path:
+        sys.modules.pop("sitecustomize", None)  # of the process that this one was forked from
         with contextlib.suppress(ImportError):
             importlib.import_module("sitecustomize")
     program, *arguments = request["argv"]
@@ -432,8 +465,8 @@ def main() -> None:
     inspect.getmodule(sys._getframe())  # it keeps every module's file; torch asks for them with every operator that is registered
     gc.freeze()  # else the collector copies what the programs share
     request = _Preloaded(listener).run()
-    if request["spares"] and SPARES:
-        _Spares(request["spares"])
+    if request["ranks"]:
+        fork_ranks()
     _run(request)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-RANK_NAME = "cp-rank-"  # as in cp_runtime/pool/fork_server.py
+RANK_NAME = "cp-rank-"  # as in cp_runtime/pool/rank_program.py
 GONE = (psutil.NoSuchProcess, psutil.ZombieProcess)
 
 

@@ -83,8 +83,7 @@ class ComfyServer:
         args: more command line arguments, e.g. `("--preview-method", "latent2rgb")`.
         env: environment variables to set; None removes one. Thread counts are the caller's unless set here.
         cpu: run with `--cpu`.
-        spare: where `support.preloaded` forks the server, the process that its ranks are forked from starts no interpreter either.
-            It has hardly anything to import then.
+        forked: where `support.preloaded` forks the server, its ranks are forked, too.
         startup_timeout: seconds until the server must answer.
 
     Start it from a thread that lives as long as the server is needed.
@@ -99,12 +98,12 @@ class ComfyServer:
         args: Sequence[str] = (),
         env: Mapping[str, str | None] | None = None,
         cpu: bool = True,
-        spare: bool = True,
+        forked: bool = True,
         startup_timeout: float = 120.0,
     ) -> None:
         self.comfyui_path, self.startup_timeout = Path(comfyui_path), startup_timeout
         self.args = ["--cpu", *args] if cpu else list(args)
-        self.spare = spare
+        self.forked = forked
         self.env = dict(env or {})
         self.port = 0
         self.leftovers: list[str] = []
@@ -180,9 +179,7 @@ class ComfyServer:
         command += self.args
         with self.log_file.open("ab") as log, open(os.devnull, "rb") as nothing:
             files = (nothing.fileno(), log.fileno(), log.fileno())
-            self._process = preloaded.fork(
-                command, cwd=self.base, env=env, files=files, spares=[preloaded.FORK_SERVER] * self.spare
-            )
+            self._process = preloaded.fork(command, cwd=self.base, env=env, files=files, ranks=self.forked)
             if self._process is None:
                 launched = [sys.executable, "-c", _LAUNCHER, "-u", *command]
                 self._process = subprocess.Popen(
@@ -440,7 +437,7 @@ class ComfyServer:
     # --- processes ----------------------------------------------------------------------------------------------------
 
     def workers(self) -> list[psutil.Process]:
-        """The ranks that live, and not the process that they are forked from."""
+        """The ranks that live."""
         return processes.ranks(self.pid)
 
     def worker_pids(self) -> list[int]:

@@ -12,9 +12,9 @@ from cp_runtime.errors import PoolError, PoolTimeout, RankError, RankOutOfMemory
 from cp_runtime.pool.board import Progress
 from cp_runtime.pool.collection import Outcome
 from cp_runtime.pool.config import DeviceInventory, RuntimeConfig, WorkerSite
-from cp_runtime.pool.failures import connect_advice, connect_failure, death, missed_deadline, reported_failure, unforked
-from cp_runtime.pool.forking import RankProcess
+from cp_runtime.pool.failures import connect_advice, connect_failure, death, missed_deadline, reported_failure
 from cp_runtime.pool.messages import Memory
+from cp_runtime.pool.processes import RankProcess
 from cp_runtime.pool.worker_pool import WorkerPool
 
 KILLED, LOST_ITS_PEER = -signal.SIGKILL, 1
@@ -22,9 +22,9 @@ KILLED, LOST_ITS_PEER = -signal.SIGKILL, 1
 
 def ended(*codes):
     """Ranks that ended so."""
-    processes = [RankProcess(None, SimpleNamespace(finish=list)) for _ in codes]
+    processes = [RankProcess(SimpleNamespace(finish=list)) for _ in codes]
     for number, (process, code) in enumerate(zip(processes, codes, strict=True)):
-        process.started(100 + number)
+        process.pid = 100 + number
         process.ended(code)
     return processes
 
@@ -151,16 +151,3 @@ def test_comfyui_sees_an_error_of_its_device_where_a_rank_has_no_memory_left(kin
     assert isinstance(error, torch.OutOfMemoryError) is isinstance(error, RankOutOfMemory) is memory
     assert isinstance(error, RankError)
     assert ("rank 1: host 1.00 GiB, device 2.00 GiB" in str(error)) is memory
-
-
-class Elsewhere:
-    def start(self, spec, environment, fds): ...
-
-    def __str__(self):
-        return "pc2 (10.0.0.2)"
-
-
-def test_a_rank_that_another_computer_does_not_start_is_named_with_it():
-    error = unforked(3, Elsewhere(), 30.0)
-    assert "the computer pc2 (10.0.0.2) has not started rank 3" in str(error)
-    assert "CP_STARTUP_TIMEOUT" in str(error)

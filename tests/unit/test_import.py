@@ -11,7 +11,7 @@ from support.package import ROOT
 import cp_runtime
 
 MISSING = {
-    "os": ("memfd_create", "MFD_CLOEXEC", "posix_fallocate", "getuid", "sysconf", "fork", "kill"),
+    "os": ("memfd_create", "MFD_CLOEXEC", "posix_fallocate", "getuid", "sysconf", "waitid", "kill"),
     "signal": ("SIGUSR1", "SIGKILL", "SIGCONT", "SIGSTOP", "SIGHUP"),
     "select": ("poll", "POLLIN"),
     "faulthandler": ("register",),
@@ -46,7 +46,7 @@ LATER = r"torch\._dynamo$|cp_runtime\.(diffusers\.api|machines)|torch\.distribut
 
 
 def test_the_worker_imports_neither_the_compiler_nor_what_other_machines_need():
-    """It takes a second, in every process that forks ranks."""
+    """It takes a second, in every rank."""
     code = f"import re, sys, cp_runtime.pool.worker; assert not [name for name in sys.modules if re.match({LATER!r}, name)]"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)

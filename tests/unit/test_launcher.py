@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import tempfile
@@ -18,12 +19,12 @@ from torch._inductor.runtime import cache_dir_utils
 from cp_runtime.errors import PoolError
 from cp_runtime.pool import launcher
 from cp_runtime.pool.config import DeviceInventory, RuntimeConfig, WorkerSite
-from cp_runtime.pool.forking import FORK_SERVERS, ForkServer
 from cp_runtime.pool.launcher import child_environment, name_limit, starting
 from cp_runtime.pool.peers import Connection
+from cp_runtime.pool.processes import WAITING, LocalProcess
 from cp_runtime.pool.worker_pool import WorkerPool
 
-OPTIONS = "import json, subprocess; print(json.dumps(subprocess._args_from_interpreter_flags()))"  # as `forking` asks
+OPTIONS = "import json, subprocess; print(json.dumps(subprocess._args_from_interpreter_flags()))"  # as `processes` asks
 SEEN = "import json, sys; print(json.dumps([list(sys.flags), sorted(sys._xoptions.items()), sys.warnoptions]))"
 
 
@@ -70,7 +71,7 @@ def test_whoever_starts_a_process_gets_its_error(monkeypatch, program):
 
     def start():
         try:
-            ForkServer(WorkerSite(), dict(os.environ))
+            LocalProcess(WorkerSite(), dict(os.environ))
         except Exception as error:  # noqa: BLE001  (compared below)
             raised.put(error)
 
@@ -78,9 +79,10 @@ def test_whoever_starts_a_process_gets_its_error(monkeypatch, program):
         patch.setattr(sys, "executable", program)
         threading.Thread(target=start, daemon=True).start()
         assert isinstance(raised.get(timeout=20), (OSError, ValueError, TypeError))
-    server = ForkServer(WorkerSite(preload=()), dict(os.environ))
-    assert server.alive
-    server.kill()
+    process = LocalProcess(WorkerSite(preload=()), dict(os.environ))
+    process.kill()
+    assert process.wait(20)
+    assert process.returncode == -signal.SIGKILL
 
 
 def test_other_errors_of_a_start_stay_what_they_are():
@@ -104,14 +106,17 @@ def test_what_nccl_is_told_unless_the_user_says_otherwise(monkeypatch, name):
 
 @pytest.mark.parametrize(("device", "backend", "hosts"), [("cuda:0", "nccl", 2), ("cuda:0", "gloo", 0), ("cpu", "gloo", 0)])
 def test_ranks_on_one_card_are_computers_of_their_own_to_nccl(device, backend, hosts, monkeypatch):
-    log = SimpleNamespace(finish=list)
-    rank = SimpleNamespace(kill=lambda _: None, wait=lambda _: True, log=log)
-    server = SimpleNamespace(ready=True, start=lambda spec, environment, *_: given.append(environment) or rank)
     given: list[dict[str, str]] = []
-    monkeypatch.setattr(FORK_SERVERS, "get", lambda *_: server)
+    rank = SimpleNamespace(
+        begin=lambda _, environment, __: given.append(environment),
+        kill=lambda: None,
+        wait=lambda _: True,
+        log=SimpleNamespace(finish=list),
+    )
+    monkeypatch.setattr(WAITING, "take", lambda *_: [rank, rank])
     config = RuntimeConfig.resolve(inventory=DeviceInventory(type="cpu", count=0), backend="gloo")
     pool = WorkerPool(replace(config, devices=(device, device), backend=backend), WorkerSite())
-    pool._fork(Connection(backend=backend))
+    pool._start_processes(Connection(backend=backend))
     pool.kill()
     assert len({environment["NCCL_HOSTID"] for environment in given if "NCCL_HOSTID" in environment}) == hosts
 

@@ -1,4 +1,4 @@
-"""ComfyUI's code, imported before ranks are forked: that of a ComfyUI for CPUs, which looks at no device during import."""
+"""ComfyUI's code, imported before a rank has its device: that of a ComfyUI for CPUs, which looks at no device during import."""
 
 import comfy.options
 

@@ -24,9 +24,9 @@ from ...machines.facts import facts_of
 from ...machines.host import Machines
 from ...machines.wire import parse_address
 from ...pool.config import DeviceInventory, RuntimeConfig, WorkerSite
-from ...pool.forking import FORK_SERVERS
 from ...pool.launcher import child_environment
 from ...pool.peers import is_p2p_disabled, without_peer_access
+from ...pool.processes import WAITING
 from ..shared.recipe import describe
 from .residency import free_for_ranks
 from .single_device import SingleDeviceReason, single_device_reason, why_no_gpu
@@ -140,15 +140,15 @@ def worker_site() -> WorkerSite:
 
 
 def import_ahead(nodes: Set[str], prompt: Any) -> Any:
-    """Start the process that ranks are forked from if there are several accelerators and a prompt has one of these nodes; return
-    `prompt` as it is. It imports for seconds, which the prompt spends on its text encoder. ComfyUI calls this before it queues one.
-    """
+    """Start the ranks' processes if there are several accelerators, and no ranks, and a prompt has one of these nodes; return
+    `prompt` as it is. They import for seconds, which the prompt spends on its text encoder. ComfyUI calls this before it queues
+    one."""
     graph = prompt.get("prompt")
     entries = graph.values() if isinstance(graph, dict) else ()
     ours = any(isinstance(entry, dict) and entry.get("class_type") in nodes for entry in entries)
-    if ours and (inventory := device_inventory()).count > 1:
+    if ours and not CONTROLLER.in_use and (inventory := device_inventory()).count > 1:
         with contextlib.suppress(OSError, RuntimeError):  # as the ranks will say
-            FORK_SERVERS.get(worker_site(), child_environment(inventory.type, inventory.count))
+            WAITING.start(worker_site(), child_environment(inventory.type, inventory.count), inventory.count)
     return prompt
 
 

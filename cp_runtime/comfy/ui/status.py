@@ -196,7 +196,7 @@ def _rank(workers: Workers, record: CallRecord | None, rank: int, state: str) ->
     pool, failure = workers.pool, workers.failure
     at, pid = pool.progress(rank), pool.pids[rank]
     since = time.monotonic() - at.beat if at.beat else None
-    kernel = pool.processes[rank].state if pid else "not forked yet"
+    kernel = pool.processes[rank].state if pid else "not started yet"
     culprit = failure is not None and failure.rank == rank
     if kernel in ("gone", "zombie", "dead"):
         state = "gone"

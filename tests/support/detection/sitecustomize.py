@@ -95,7 +95,7 @@ def measure_little(measuring: Any) -> None:
 
 
 def look_for_faults(worker: Any) -> None:
-    """Have ranks look for faults where the environment names a folder: theirs, and not that of their fork server."""
+    """Have ranks look for faults where the environment names a folder."""
     imported("faulty_worker", SUPPORT / "faulty_worker.py").make_faulty(worker)
 
 
@@ -105,8 +105,11 @@ def overlook_cards(sources: Any) -> None:
     sources.functions_in = lambda value: [each for each in found(value) if not each.__code__.co_filename.startswith(ours)]
 
 
-sys.meta_path.insert(0, PatchOnImport("comfy.model_detection", take_at_its_word))
-sys.meta_path.insert(0, PatchOnImport("cp_runtime.pool.worker", look_for_faults))
+for module, patch in (("comfy.model_detection", take_at_its_word), ("cp_runtime.pool.worker", look_for_faults)):
+    if module in sys.modules:  # of the process that this one was forked from
+        patch(sys.modules[module])
+    else:
+        sys.meta_path.insert(0, PatchOnImport(module, patch))
 if os.environ.get("CP_TEST_CARDS"):  # as in stand_in, which is not to be imported where there are none
     sys.meta_path.insert(0, PatchOnImport("cp_runtime.engine.measuring", measure_little))
     sys.meta_path.insert(0, PatchOnImport(".comfy.ui.sources", overlook_cards))
