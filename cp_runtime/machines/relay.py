@@ -22,7 +22,7 @@ from ..pool.board import Inherited
 from ..pool.channel import Channel, Closed, SharedBlock, ready
 from ..pool.config import WorkerSite
 from ..pool.failures import death
-from ..pool.launcher import child_environment
+from ..pool.launcher import child_environment, name_limit
 from ..pool.messages import Frame, Load, pack, unpack
 from ..pool.processes import WAITING, RankProcess
 from ..pool.rank_program import PACKAGE, import_by_name
@@ -133,7 +133,12 @@ class Relay:
         # ComfyUI's options decide how it computes.
         site = replace(place.site, service=spec["service"], preload=tuple(spec["preload"]), argv=tuple(spec["argv"]))
         environment = child_environment(place.device_type, spec["machines"].count(place.name))
-        (process,) = WAITING.take(site, environment, 1)
+        try:
+            (process,) = WAITING.take(site, environment, 1)
+        except (OSError, RuntimeError) as error:
+            message = f"it could not be started: {error}.{name_limit(error)}"
+            self._wire.send({"pool": self._pool, "rank": rank, "status": 1, "kind": type(error).__name__, "message": message})
+            return
         ours, theirs = socket.socketpair()
         with theirs:
             ranks.channels[rank] = Channel(ours)

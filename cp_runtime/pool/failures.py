@@ -122,7 +122,8 @@ def missed_deadline(
         advice: what may help besides more time.
     """
     now = time.monotonic()
-    names = {rank: f"rank {rank} (pid {processes[rank].pid})" for rank in late}
+    pids = {rank: f"pid {pid}" if (pid := processes[rank].pid) else "not started yet" for rank in late}
+    names = {rank: f"rank {rank} ({pids[rank]})" for rank in late}
     silent = {rank: now - at.beat for rank, at in late.items() if at.beat and now - at.beat > SILENT}
     last = min(late, key=lambda rank: (rank not in silent, late[rank].modules, late[rank].collectives))
     details = ", ".join(

@@ -1,6 +1,7 @@
 """Other machines, as far as that takes no process: who may join, what must be alike, and which file is meant."""
 
 import contextlib
+import errno
 import hashlib
 import os
 import socket
@@ -354,4 +355,23 @@ def test_what_a_rank_noted_arrives_before_its_report():
     assert ("board" in first, second["report"]) == (True, 0)
     assert isinstance(unpack(bytes(data)).message, Done)
     for end in (rank, ours, host, other):
+        end.close()
+
+
+def test_a_computer_without_room_for_a_process_says_so(monkeypatch):
+    """Instead of leaving, which would end ranks that run."""
+
+    def no_room(*_):
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    host, other = pair("token", "token")
+    relay = Relay(other, Place("pc2", "cpu", ["cpu"], {}, WorkerSite()), "token")
+    monkeypatch.setattr("cp_runtime.machines.relay.WAITING.take", no_room)
+    spec = {"rank": 1, "world_size": 2, "service": "", "preload": [], "argv": [""], "machines": ["", "pc2"]}
+    relay._take({"pool": "p", "start": spec}, bytearray())
+    ended, _ = host.receive()
+    assert (ended["pool"], ended["rank"], ended["kind"]) == ("p", 1, "BlockingIOError")
+    assert "could not be started" in ended["message"]
+    assert "ulimit -u" in ended["message"]
+    for end in (host, other):
         end.close()
