@@ -246,11 +246,10 @@ def uncompiled(module: nn.Module) -> nn.Module:
     return inner if isinstance(inner, nn.Module) else module
 
 
-def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """Return the timeout that a process group was made with."""
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """Return the timeout that a process group was made with; None if its backend does not tell, which stands for torch's default."""
     device = torch.device("cpu") if dist.get_backend(group) == "gloo" else group._device_types[0]
-    timeout: timedelta = group._get_backend(device).options._timeout
-    return timeout
+    return getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
 
 
 def attention_backend_of(processor: object) -> str | None:
