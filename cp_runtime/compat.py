@@ -247,7 +247,7 @@ def uncompiled(module: nn.Module) -> nn.Module:
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """Return the timeout that a process group was made with; None if its backend does not tell, which stands for torch's default."""
+    """Return the timeout that a process group was made with; None, torch's default, if its backend does not tell."""
     device = torch.device("cpu") if dist.get_backend(group) == "gloo" else group._device_types[0]
     return getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
 
