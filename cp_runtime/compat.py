@@ -240,6 +240,15 @@ def not_compiled_itself(function: Function) -> Function:
     return left_out
 
 
+def frames_are_compiled() -> bool:
+    """Return whether torch's compiler looks at every function that is called here, as inside of a compiled model."""
+    with suppress(ImportError, AttributeError):
+        from torch._C._dynamo.eval_frame import get_eval_frame_callback
+
+        return callable(get_eval_frame_callback())
+    return False
+
+
 def uncompiled(module: nn.Module) -> nn.Module:
     """Return the original module of a `torch.compile` result, or the module itself."""
     inner = getattr(module, "_orig_mod", None)

@@ -28,8 +28,8 @@ Result = TypeVar("Result")
 
 def check_settings(settings: Mapping[str, Any], group: RankGroup) -> None:
     """Raise ConfigError, on all ranks alike, unless all ranks have the same settings. One collective of 4 KB."""
-    table = agree([digest(value) for value in settings.values()], group)
-    wrong = [name for name, column in zip(settings, zip(*table, strict=True), strict=True) if len(set(column)) > 1]
+    table = agree({name: digest(value) for name, value in settings.items()}, group)
+    wrong = [name for name in settings if len({row[name] for row in table}) > 1]
     if wrong:
         ranks = [str(group.global_rank(rank)) for rank, row in enumerate(table) if row != table[0]]
         raise ConfigError(
@@ -176,7 +176,7 @@ def check_output(module: str, out: Any, expected: list[Tensor], group: RankGroup
         raise PlanError(
             f"{module}: verify found the output off by {worst:.3g} times what rounding explains, against one process. "
             "Attention outside of scaled_dot_product_attention or over less than the sequence (windows, frames), and sums over "
-            "tokens, need a plan of their own: ModulePlan, or split behind them."
+            "tokens, need a plan of their own: ModulePlan, or split behind them. Random numbers differ between ranks."
         )
 
 
@@ -184,11 +184,15 @@ def _shapes(values: list[Tensor]) -> str:
     return " and ".join(str(tuple(tensor.shape)) for tensor in values)
 
 
+def _spread(values: Tensor) -> Tensor:
+    return (values.std() if values.numel() > 1 else values.abs().amax()).clamp_min(1e-12)
+
+
 def _error(out: Tensor, expected: Tensor) -> float:
     """Return the difference, in units of the tolerance."""
-    if not expected.is_floating_point() or expected.numel() < 2:
+    if not expected.is_floating_point() or not expected.numel():
         return 0.0 if torch.equal(out, expected) else torch.inf
     exact = torch.promote_types(expected.dtype, torch.float32) == expected.dtype
-    difference, spread = (out - expected).double(), expected.double().std().clamp_min(1e-12)
+    difference, spread = (out - expected).double(), _spread(expected.double())
     size = difference.abs().max() / TOLERANCE if exact else difference.square().mean().sqrt() / HALF_TOLERANCE
     return float((size / spread).nan_to_num(torch.inf))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import wraps
+from collections.abc import Callable, Mapping
+from functools import partial, wraps
 from types import MethodType
 from typing import Any, Literal, cast
 from weakref import WeakKeyDictionary, ref
@@ -101,42 +101,61 @@ def apply_context_parallel(
         )
     module = uncompiled(module)
     config = ContextParallelConfig.of(parallel_config)
-    check_switch("shard_weights", shard_weights)
-    check_switch("check_inputs", check_inputs)
-    if verify not in (None, "first", "never"):
-        raise bad_value("verify", verify, '"first", "never" or None', "Leave it out, or compare the first call with one process.")
-    if device is not None and not shard_weights:
-        raise bad_value("device", device, "None without shard_weights", "Move the module there before: module.to(device).")
-    _check_free(module)
-    if is_vae(module):
-        return _apply_to_vae(module, config, check_inputs, plan=plan, shard_weights=shard_weights or None, verify=verify)
-    staged = config.pipefusion_degree > 1
-    if staged and shard_weights:
-        raise bad_value("shard_weights", shard_weights, "False with pipefusion_degree", "Leave one of them out.")
-    if not staged and config.of_all_ranks.mesh_shape == (1, 1):
+    vae, staged = is_vae(module), config.pipefusion_degree > 1
+
+    def check() -> None:
+        check_switch("shard_weights", shard_weights)
+        check_switch("check_inputs", check_inputs)
+        if verify not in (None, "first", "never"):
+            raise bad_value(
+                "verify", verify, '"first", "never" or None', "Leave it out, or compare the first call with one process."
+            )
+        if device is not None and not shard_weights:
+            raise bad_value("device", device, "None without shard_weights", "Move the module there before: module.to(device).")
+        _check_free(module)
+        if vae:
+            _check_vae(config, plan=plan, shard_weights=shard_weights or None, verify=verify)
+        if staged and shard_weights:
+            raise bad_value("shard_weights", shard_weights, "False with pipefusion_degree", "Leave one of them out.")
+
+    if not staged and (config if vae else config.of_all_ranks).mesh_shape == (1, 1):
+        check()
         return AppliedPlan(None, SequenceMesh(None), None)
-    verifies = verify == "first" or (verify is None and not staged and not is_proven(module, plan))
     mesh = _mesh(module, config)
-    settings = {**config.compared, "plan": plan, "shard_weights": shard_weights, "check_inputs": check_inputs, "verify": verify}
+    settings = {"module": type(module).__name__, **config.compared, "plan": plan, "shard_weights": shard_weights}
+    settings |= {"check_inputs": check_inputs, "verify": verify}
+    made: list[Applied] = []
 
-    def install(_: object) -> InstalledPlan[ShardingPlan]:
-        check_settings({"module": type(module).__name__, **settings}, mesh.whole)
-        return InstalledPlan(module, _plan_of(module, plan, config))
-
-    installed = in_step(install, mesh.whole)
-    weights: ShardedWeights | None = None
-    try:
-        if shard_weights:
-            shared = ShardedModel(module, mesh, device)
-            weights = shared.weights
-            installed.on_remove(shared.give_back)
+    def install(ask: Callable[[], None]) -> ShardedCalls | None:
+        check()
+        ask()
+        check_settings(settings, mesh.whole)
+        if vae:
+            made.append(SplitVAE(module, mesh, check_inputs=check_inputs))
+            return None
+        installed = InstalledPlan(module, _plan_of(module, plan, config))
+        made.append(installed)
+        verifies = verify == "first" or (verify is None and not staged and not is_proven(module, plan))
         kind = StagedCalls if staged else ShardedCalls
-        calls = kind(installed, config, mesh, weights, check_inputs=check_inputs, verify=verifies)
+        return kind(installed, config, mesh, check_inputs=check_inputs, verify=verifies)
+
+    try:
+        calls = in_step(install, mesh.whole)
+        if calls is not None and shard_weights:
+            shared = ShardedModel(module, mesh, device)
+            calls.weights = shared.weights
+            made[0].on_remove(shared.give_back)
     except BaseException:
-        installed.remove()
+        for each in made:
+            each.remove()
         raise
-    _replace_forward(calls, installed)
-    return AppliedPlan(installed, mesh, weights)
+    (applied,) = made
+    if calls is None:
+        _installed[module] = ref(applied)
+        applied.on_remove(partial(_forget, module))
+        return AppliedPlan(applied, mesh, None)
+    _replace_forward(calls, calls.installed)
+    return AppliedPlan(applied, mesh, calls.weights)
 
 
 def _replace_forward(calls: ShardedCalls, installed: InstalledPlan[ShardingPlan]) -> None:
@@ -188,21 +207,17 @@ def remove_context_parallel(module: nn.Module, plan: Mapping[str, Any] | Shardin
         installed.remove()
 
 
-def _apply_to_vae(module: nn.Module, config: ContextParallelConfig, check_inputs: bool, **not_for_vaes: object) -> AppliedPlan:
+def _forget(module: nn.Module) -> None:
+    _installed.pop(module, None)
+
+
+def _check_vae(config: ContextParallelConfig, **not_for_vaes: object) -> None:
     for setting, value in not_for_vaes.items():
         if value is not None:
             raise bad_value(setting, value, "nothing for a VAE", "Leave it out.")
     for name in ("batch_degree", "pipefusion_degree"):
         if getattr(config, name) > 1:
             raise bad_value(name, getattr(config, name), "1 for a VAE", "Apply another config to the VAE.")
-    if config.mesh_shape == (1, 1):
-        return AppliedPlan(None, SequenceMesh(None), None)
-    mesh = _mesh(module, config)
-    check_settings({"module": type(module).__name__, **config.compared, "check_inputs": check_inputs}, mesh.whole)
-    split = SplitVAE(module, mesh, check_inputs=check_inputs)
-    _installed[module] = ref(split)
-    split.on_remove(lambda: _installed.pop(module, None))
-    return AppliedPlan(split, mesh, None)
 
 
 def _check_free(module: nn.Module) -> None:

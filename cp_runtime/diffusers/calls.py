@@ -22,7 +22,7 @@ from ..engine.weights.sharded import ShardedWeights
 from ..errors import PlanError, bad_value
 from ..nested import form_of, rebuild, tensors
 from . import agreement
-from .torch_function import SharedAttention
+from .torch_function import shared_attention
 
 TRAINING = "For training take diffusers' own enable_parallelism, or torchtitan."
 FORMS = 64  # forms of calls to remember: shapes and kinds of arguments
@@ -58,7 +58,9 @@ class ShardedCalls:
     Args:
         installed: the plan on the module. The module's forward is not replaced yet.
         config: set up for these ranks.
-        weights: weights of the blocks, if they are sharded.
+
+    Attributes:
+        weights: weights of the blocks, once they are sharded.
     """
 
     def __init__(
@@ -66,14 +68,14 @@ class ShardedCalls:
         installed: InstalledPlan[ShardingPlan],
         config: ContextParallelConfig,
         mesh: SequenceMesh,
-        weights: ShardedWeights | None,
         *,
         check_inputs: bool,
         verify: bool,
     ) -> None:
         module = installed.model
-        self._module, self._stock, self._installed = module, module.forward, installed
-        self._config, self._mesh, self._weights = config, mesh, weights
+        self._module, self._stock, self.installed = module, module.forward, installed
+        self._config, self._mesh = config, mesh
+        self.weights: ShardedWeights | None = None
         self._check_inputs, self._verify, self._turn = check_inputs, verify, Turn(module)
         self._processors = [inner for inner in module.modules() if hasattr(inner, "processor")]
         self._names, self._whole = argument_names(module), for_all_items(module, installed.plan.modules.get(""))
@@ -117,7 +119,8 @@ class ShardedCalls:
     @not_compiled_itself
     def _verified(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], ask: Callable[[], None]) -> Any:
         """Run one call, and compare it with one process."""
-        with self._weights.call() if self._weights is not None else nullcontext():
+        devices = [torch.accelerator.current_device_index()] if self._mesh.whole.device.type != "cpu" else []
+        with self.weights.call() if self.weights is not None else nullcontext(), torch.random.fork_rng(devices):
             expected = agreement.expected_output(self._stock, args, kwargs)
         ask()
         out = self._sharded(args, kwargs, ask)
@@ -132,10 +135,10 @@ class ShardedCalls:
         sequence, degrees = (self._mesh, config.of_all_ranks) if share is None else (share.sequence, config)
         if share is not None:
             args, kwargs = share.take_call(args, kwargs, self._names, self._whole)
-        installed = self._installed
+        installed = self.installed
         with (
-            installed.call(sequence, lambda shape: degrees, weights=self._weights) as call,
-            SharedAttention(call) as shared,
+            installed.call(sequence, lambda shape: degrees, weights=self.weights) as call,
+            shared_attention(call, self._mesh.whole, bool(enabled_caches(self._module))) as shared,
             serving(shared.answer),
         ):
             call.ask, call.expects_attention = ask, ask is not None  # what is cached later does not attend
@@ -185,6 +188,12 @@ FOR_ALL_ITEMS = {
     }),
     "WanVACETransformer3DModel": frozenset({"control_hidden_states_scale"}),
 }  # fmt: skip
+
+
+def enabled_caches(module: nn.Module) -> str:
+    """Return the names of diffusers' cache hooks on a module's parts; empty if there are none."""
+    names = {name for part in module.modules() if (hooks := vars(part).get("_diffusers_hook")) is not None for name in hooks.hooks}
+    return ", ".join(sorted(name for name in names if "cache" in name or "broadcast" in name or name.startswith("fbc")))
 
 
 class BatchSlice:

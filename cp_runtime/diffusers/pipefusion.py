@@ -20,7 +20,7 @@ from ..engine.ranks.config import ContextParallelConfig, PipelineSettings
 from ..engine.ranks.mesh import SequenceMesh
 from ..errors import PlanError, bad_value
 from ..nested import form_of, map_tensors, tensors
-from .calls import BatchSlice, ShardedCalls, map_outputs
+from .calls import BatchSlice, ShardedCalls, enabled_caches, map_outputs
 from .known import CLASSES, ENCODER, Table, known, own_table
 from .torch_function import SharedAttention
 
@@ -45,8 +45,10 @@ class StagedCalls(ShardedCalls):
 
     _in_step = False  # stages have different numbers of messages
 
-    def __init__(self, installed: InstalledPlan[ShardingPlan], config: ContextParallelConfig, *given: Any, **checks: Any) -> None:
-        super().__init__(installed, config, *given, **checks)
+    def __init__(
+        self, installed: InstalledPlan[ShardingPlan], config: ContextParallelConfig, mesh: SequenceMesh, **checks: bool
+    ) -> None:
+        super().__init__(installed, config, mesh, **checks)
         blocks = staged_blocks(installed.model, installed.plan)
         for block in blocks:
             if getattr(block.module, "_compiled_call_impl", None) is not None:
@@ -67,6 +69,14 @@ class StagedCalls(ShardedCalls):
         self._timestep, self._run = float("inf"), 0
         self._texts: dict[int, Any] = {}  # of the run, by id: they must live as long as the cache for them
 
+    def _call(self, called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if caches := enabled_caches(self._module):
+            raise PlanError(
+                f"{type(self._module).__name__}: a step cache ({caches}) keeps what blocks return, and a stage computes only "
+                "some, several times per call. Call disable_cache(), or leave pipefusion_degree at 1."
+            )
+        return super()._call(called, args, kwargs)
+
     def _sharded(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], ask: Callable[[], None] | None = None) -> Any:
         named = dict(zip(self._names, args, strict=False)) | dict(kwargs)
         self._note_run(named)
@@ -80,8 +90,8 @@ class StagedCalls(ShardedCalls):
         def run(mesh: SequenceMesh, kind: Callable[..., RunningCall]) -> Any:
             # Forwards may modify their arguments.
             fresh_args, fresh_kwargs = map_tensors((args, dict(kwargs)), Tensor.clone)
-            with self._installed.call(mesh, lambda shape: degrees, kind=kind) as call, SharedAttention(call):
-                return self._installed.forward(self._stock, *fresh_args, **fresh_kwargs)
+            with self.installed.call(mesh, lambda shape: degrees, kind=kind) as call, SharedAttention(call, call.mesh.whole):
+                return self.installed.forward(self._stock, *fresh_args, **fresh_kwargs)
 
         part = Part(form_of((args, dict(kwargs))), id(text), run)
         (out,) = self._pipeline.call([part], sequence, self._settings_of_stages)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -57,7 +58,7 @@ def plan_from_table(module: nn.Module, table: Mapping[str, Any]) -> ShardingPlan
         modules=modules,
         outputs={path: _outputs(path, entry, streams, named) for path, entry in outputs.items()},
         attention=_self_attention(streams, order),
-        attention_rule=lambda inner: _diffusers_rule(inner, streams, order or ()),
+        attention_rule=lambda inner: _rule(tuple(streams), order or ()) if HIDDEN in streams and _attends(inner) else None,
     )
 
 
@@ -178,15 +179,18 @@ def _self_attention(streams: Sequence[str], order: Sequence[str] | None) -> list
     return [(names, names) for names in dict.fromkeys([together, *((name,) for name in streams)]) if names]
 
 
-def _diffusers_rule(module: nn.Module, streams: Sequence[str], order: Sequence[str]) -> AttentionRule | None:
-    """Return the attention rule (joint, cross or self) of a diffusers attention module; None for other modules."""
-    if HIDDEN not in streams or not hasattr(module, "processor") or ENCODER not in argument_names(module):
-        return None
+def _attends(module: nn.Module) -> bool:
+    """Return whether a module is one of diffusers' attention modules, whose arguments tell whose keys they use."""
+    return hasattr(module, "processor") and ENCODER in argument_names(module)
+
+
+@cache
+def _rule(streams: tuple[str, ...], order: tuple[str, ...]) -> AttentionRule:
+    """Return what a diffusers attention module attends to (joint, cross or self), given its arguments. The same object for the same
+    streams: compiled code is shared by it."""
     joint = tuple(name for name in order if name in streams)
-    # Text alone would need a separate rule: its number of tokens does not distinguish it from the image on every rank.
-    alone = [
-        pair for pair in _self_attention([name for name in (ENCODER, HIDDEN) if name in streams], order) if pair[0] != (ENCODER,)
-    ]
+    # Not of text alone: its number of tokens does not distinguish it from the image on every rank.
+    alone = [(names, names) for names in dict.fromkeys([joint, (HIDDEN,)]) if names]
 
     def rule(arguments: Mapping[str, Any]) -> Sequence[AttentionStreams]:
         context = arguments.get(ENCODER)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,10 +11,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from ..compat import fused_attention_functions, not_compiled
+from ..compat import frames_are_compiled, fused_attention_functions, not_compiled
 from ..engine.attention.opaque import COMPILING, attention
 from ..engine.call import RunningCall
 from ..engine.hooks import from_text
+from ..engine.ranks.collectives import RankGroup
 from ..engine.state import AttentionStreams
 from ..errors import PlanError
 
@@ -32,11 +34,11 @@ REMEDY = (
 
 
 class SharedAttention(TorchFunctionMode):
-    """A mode that shares attention over all ranks where the call needs it."""
+    """A mode that shares attention over all ranks where the call needs it. `everyone`: the ranks of all batch groups."""
 
-    def __init__(self, call: RunningCall) -> None:
+    def __init__(self, call: RunningCall, everyone: RankGroup) -> None:
         super().__init__()
-        self._call, self._answering = call, False
+        self._call, self._everyone, self._answering = call, everyone, False
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -54,18 +56,27 @@ class SharedAttention(TorchFunctionMode):
         if torch.compiler.is_compiling():
             return TRACED_AS.get(func, func)(*args, **kwargs)
         out = func(*args, **kwargs)
-        if func in MEANS and out.ndim == 0 and self._call.state.lengths and self._call.mesh.size > 1:
-            return self._mean(out, args[0] if args else kwargs["input"])
+        if func in MEANS and out.ndim == 0 and self._everyone.size > 1:
+            return self._mean(args[0] if args else kwargs["input"]).to(out.dtype)
         return out
 
     @not_compiled
-    def _mean(self, own: Tensor, values: Tensor) -> Tensor:
+    def _mean(self, values: Tensor) -> Tensor:
         """Return the mean over the elements of all ranks, the same on each: caches use it to choose the same path."""
-        counted = torch.stack([own.double() * values.numel(), own.new_tensor(values.numel(), dtype=torch.float64)])[None]
-        (rows,) = self._call.mesh.whole.all_gather([counted], [1] * self._call.mesh.size, 0)
-        total, count = rows.sum(0)
-        mean: Tensor = (total / count).to(own.dtype)
-        return mean
+        own = self._call.owned(values).double()
+        counted = torch.stack([own.sum(), own.new_tensor(own.numel())])[None]
+        (rows,) = self._everyone.all_gather([counted], [1] * self._everyone.size, 0)
+        return rows[:, 0].sum() / rows[:, 1].sum()
+
+    def attend_once(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Attend where torch's function is replaced: inside of it, it is torch's."""
+        if self._answering:
+            return _stock(*args, **kwargs)
+        self._answering = True
+        try:
+            return self._attention(*args, **kwargs)
+        finally:
+            self._answering = False
 
     @not_compiled
     def _attention(
@@ -101,10 +112,11 @@ class SharedAttention(TorchFunctionMode):
     ) -> Tensor:
         """Attend for compiled code: see `opaque.attention`. `low_precision`: it is causal."""
         scope = self._call.scope
-        name, streams = from_text(backend) if backend and scope.derived else (scope.name, scope.streams)
+        said, traced = from_text(backend)
+        candidates = traced if said or (scope.derived and backend) else scope.streams
         self._answering = True
         try:
-            return self._attend(q_BLHD, k_BLKD, v_BLKD, mask, 0.0, low_precision, scale, grouped, name, streams)
+            return self._attend(q_BLHD, k_BLKD, v_BLKD, mask, 0.0, low_precision, scale, grouped, scope.name, candidates)
         finally:
             self._answering = False
 
@@ -125,7 +137,7 @@ class SharedAttention(TorchFunctionMode):
         streams = self._streams(q.shape[-3], k.shape[-3], name or "the model", candidates)
         if not streams[1]:
             q, k, v = (tensor.transpose(-3, -2) for tensor in (q, k, v))
-            out = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=scale, enable_gqa=grouped)
+            out = _stock(q, k, v, mask, dropout, causal, scale=scale, enable_gqa=grouped)
             return out.transpose(-3, -2)
         if q.ndim != 4 or dropout or (mask is not None and causal):
             raise PlanError(
@@ -181,3 +193,39 @@ def _traced(
     scope = COMPILING.scopes[-1] if COMPILING.scopes else ""
     out_BLHD: Tensor = attention(q, k, v, attn_mask, scope, scale, None, enable_gqa, is_causal, False)
     return out_BLHD.transpose(1, 2)
+
+
+_stock = F.scaled_dot_product_attention
+_active: list[SharedAttention] = []
+
+
+@contextmanager
+def shared_attention(call: RunningCall, everyone: RankGroup, has_hooks: bool) -> Iterator[SharedAttention]:
+    """Share attention while active: by a mode, or, where functions are compiled as they are called, in torch's namespace: behind a
+    graph break the compiler mixes up arguments below a mode.
+
+    `has_hooks`: of diffusers, such as a cache's, which only a mode sees. `everyone`: see `SharedAttention`.
+    """
+    shared = SharedAttention(call, everyone)
+    if has_hooks or not frames_are_compiled():
+        with shared:
+            yield shared
+        return
+    F.scaled_dot_product_attention = _shared
+    _active.append(shared)
+    try:
+        yield shared
+    finally:
+        _active.pop()
+        F.scaled_dot_product_attention = _stock
+
+
+def _shared(*args: Any, **kwargs: Any) -> Tensor:
+    if torch.compiler.is_compiling():
+        return _traced(*args, **kwargs)
+    return _shared_now(*args, **kwargs)
+
+
+@not_compiled
+def _shared_now(*args: Any, **kwargs: Any) -> Tensor:
+    return _active[-1].attend_once(*args, **kwargs)

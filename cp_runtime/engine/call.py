@@ -177,6 +177,19 @@ class RunningCall:
         """Attend to the tokens of all ranks. `settings`: see `context_parallel_attention`."""
         return context_parallel_attention(q_BLHD, k_BLKD, v_BLKD, mesh=self.mesh, once=self.state.once, **settings)
 
+    def owned(self, value: Tensor) -> Tensor:
+        """Return a value `[B, tokens, ...]` without the tokens that only stand in on this rank; any other value as it is."""
+        state = self.state
+        joint = [names for pair in self._scopes[0].streams for names in pair if names]
+        for streams in dict.fromkeys([*joint, *((name,) for name in state.lengths)]):
+            if value.ndim < 3 or not state.knows(streams):
+                continue
+            layout = state.layout(streams)
+            owned = layout.owned_positions(state.rank, value.device)
+            if owned is not None and value.shape[1] == layout.local_lengths[state.rank]:
+                return value.index_select(1, owned)
+        return value
+
     def gather(self, value: Tensor, stream: str, dim: int) -> Tensor:
         """All-gather a stream's tokens along `dim`."""
         return self._all_tokens(self._model_name, (stream,), dim, value)

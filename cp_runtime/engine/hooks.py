@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any, Generic, TypeVar
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +42,7 @@ class InstalledPlan(Generic[PlanT]):
         self.current: RunningCall | None = None
         self.kept: dict[object, Any] = {}
         self._undo: list[Callable[[], None]] = []
+        self._paths: dict[nn.Module, tuple[str, ModulePlan | None]] = {}  # and plans of attending modules
         # `forward` runs the hooks of the model itself: torch would run them outside of `call`.
         self._enter_model: list[Callable[..., Any]] = []
         self._leave_model: list[Callable[..., Any]] = []
@@ -51,6 +53,9 @@ class InstalledPlan(Generic[PlanT]):
                     continue
                 if module_plan.attention is not None:
                     with_attention.add(module)
+                if plan.attention_rule is not None and module is not model and module_plan.only_attention:
+                    self._hook_attention(name, module, _constant(module_plan.attention, module_plan.keys), module_plan)
+                    continue
                 positions = {argument: i for i, argument in enumerate(argument_names(module, method_of(pattern)))}
                 inputs = []  # (keyword, position, transform, location for messages)
                 for argument, transform in module_plan.inputs.items():
@@ -120,6 +125,7 @@ class InstalledPlan(Generic[PlanT]):
         self._enter_model.clear()
         self._leave_model.clear()
         self.kept.clear()
+        self._paths.clear()
 
     def on_remove(self, undo: Callable[[], None]) -> None:
         self._undo.append(undo)
@@ -147,26 +153,37 @@ class InstalledPlan(Generic[PlanT]):
             # In front of existing hooks: the last module entered is the first left, and other hooks see whole outputs.
             self._undo.append(module.register_forward_hook(not_compiled(leave), prepend=True).remove)
 
-    def _hook_attention(self, name: str, module: nn.Module, rule: AttentionRule) -> None:
-        """Run a rule before a module. Traced code must not look at the call: there the rule's result goes with the operator."""
-        names = argument_names(module)
-        enter = not_compiled(self._in_call(partial(_enter_attention, name, rule)))
-        leave = not_compiled(self._in_call(partial(_leave_attention, name)))
-
-        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if torch.compiler.is_compiling():
-                COMPILING.scopes.append(in_text(name, rule({**dict(zip(names, args, strict=False)), **kwargs})))
-            else:
-                enter(module, args, kwargs)
-
-        def after(*given: Any) -> None:
-            if torch.compiler.is_compiling():
-                COMPILING.scopes.pop()
-            else:
-                leave(*given)
-
+    def _hook_attention(self, name: str, module: nn.Module, rule: AttentionRule, said: ModulePlan | None = None) -> None:
+        """Run a rule before a module. `said`: the plan of the module, if that is where the rule comes from."""
+        self._paths[module], _plans[module] = (name, said), ref(self)
+        before, after = _attention_hooks(argument_names(module), rule, said is not None)
         self._undo.append(module.register_forward_pre_hook(before, with_kwargs=True).remove)
         self._undo.append(module.register_forward_hook(after, prepend=True).remove)
+
+    def enter_attention(self, rule: AttentionRule, module: nn.Module, arguments: Mapping[str, Any]) -> None:
+        """Note, in calls only, what the attention of a module may be over."""
+        if self.current is None:
+            return
+        scope, (path, said) = self.current.scope, self._paths[module]
+        if said is not None:
+            self.current.enter_module(path, said)
+        elif scope.derived:
+            self.current.enter_scope(rule(arguments), derived=True, name=path)
+        else:
+            self.current.enter_scope(scope.streams, name=path, said=scope.said)
+
+    def leave_attention(self, module: nn.Module) -> None:
+        """Leave a module that attends. Raises PlanError: its attention had to be shared, and was not."""
+        if self.current is None:
+            return
+        path, said = self._paths[module]
+        missed = said is None and self.current.has_missed_attention
+        self.current.leave_scope()
+        if missed:
+            raise PlanError(
+                f"{path} ({type(module).__name__}) did not attend through torch's scaled_dot_product_attention, so "
+                'its attention was not shared. Use the attention backend "native": model.set_attention_backend("native").'
+            )
 
     def _in_call(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         def run(*given: Any) -> Any:
@@ -189,17 +206,62 @@ class InstalledPlan(Generic[PlanT]):
             self.current.leave_scope()
 
 
-def in_text(name: str, streams: Sequence[AttentionStreams]) -> str:
-    """Return a scope as text, which an operator takes."""
-    pairs = ["+".join(queries) + ">" + "+".join(keys) for queries, keys in streams]
-    return name + "|" + ";".join(pairs)
+_plans: WeakKeyDictionary[nn.Module, ref[InstalledPlan[Any]]] = WeakKeyDictionary()
+"""Modules that attend -> the plan installed on their model."""
 
 
-def from_text(text: str) -> tuple[str, list[AttentionStreams]]:
-    """Return the name and the streams that `in_text` was given."""
-    name, _, pairs = text.rpartition("|")
-    split = [pair.partition(">")[::2] for pair in pairs.split(";") if pair]
-    return name, [(tuple(filter(None, queries.split("+"))), tuple(filter(None, keys.split("+")))) for queries, keys in split]
+@cache
+def _attention_hooks(names: tuple[str, ...], rule: AttentionRule, said: bool) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Return the hooks of modules with these arguments: the same ones for all, as blocks share compiled code.
+
+    Traced code must not look at the call: there the rule's result goes with the operator of the attention.
+    """
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        if torch.compiler.is_compiling():
+            COMPILING.scopes.append(in_text(rule(arguments), said))
+        else:
+            _enter_attention(rule, module, arguments)
+
+    def after(module: nn.Module, *_: Any) -> None:
+        if torch.compiler.is_compiling():
+            COMPILING.scopes.pop()
+        else:
+            _leave_attention(module)
+
+    return before, after
+
+
+@not_compiled
+def _enter_attention(rule: AttentionRule, module: nn.Module, arguments: Mapping[str, Any]) -> None:
+    if (plan := _plans[module]()) is not None:
+        plan.enter_attention(rule, module, arguments)
+
+
+@not_compiled
+def _leave_attention(module: nn.Module) -> None:
+    if (plan := _plans[module]()) is not None:
+        plan.leave_attention(module)
+
+
+@cache
+def _constant(attention: tuple[str, ...] | None, keys: tuple[str, ...] | None) -> AttentionRule:
+    """Return the rule of a module whose plan names its streams: the same object for the same names."""
+    streams = [(tuple(attention), tuple(keys or attention))] if attention else []
+    return lambda _: streams
+
+
+def in_text(streams: Sequence[AttentionStreams], said: bool = False) -> str:
+    """Return what an attention may be over as text, which an operator takes; never empty. `said`: by the plan."""
+    return ("!" if said else ";") + ";".join(["+".join(queries) + ">" + "+".join(keys) for queries, keys in streams])
+
+
+def from_text(text: str) -> tuple[bool, list[AttentionStreams]]:
+    """Return what `in_text` was given."""
+    split = [pair.partition(">")[::2] for pair in text[1:].split(";") if pair]
+    pairs = [(tuple(filter(None, queries.split("+"))), tuple(filter(None, keys.split("+")))) for queries, keys in split]
+    return text.startswith("!"), pairs
 
 
 def _enter_module(
@@ -229,27 +291,6 @@ def _leave_module(name: str, plan: ModulePlan, call: RunningCall, _: nn.Module, 
     # Other transforms may handle other objects that hold tokens.
     of_tensors = any(isinstance(split, ContextParallelInput) for split in plan.outputs.values())
     return _map_outputs(value, changes, name, of_tensors)
-
-
-def _enter_attention(
-    name: str, rule: AttentionRule, call: RunningCall, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    scope = call.scope
-    if scope.derived:
-        arguments = {**dict(zip(argument_names(module), args, strict=False)), **kwargs}
-        call.enter_scope(rule(arguments), derived=True, name=name)
-    else:
-        call.enter_scope(scope.streams, name=name, said=scope.said)
-
-
-def _leave_attention(name: str, call: RunningCall, module: nn.Module, *_: Any) -> None:
-    missed = call.has_missed_attention
-    call.leave_scope()
-    if missed:
-        raise PlanError(
-            f"{name} ({type(module).__name__}) did not attend through torch's scaled_dot_product_attention, so its attention was "
-            'not shared. Use the attention backend "native": model.set_attention_backend("native").'
-        )
 
 
 def _complete_output(

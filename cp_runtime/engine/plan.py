@@ -42,6 +42,11 @@ class ModulePlan:
     separate: bool = False
     when: Callable[[nn.Module, str], bool] | None = None
 
+    @property
+    def only_attention(self) -> bool:
+        """Whether the plan says what attention is over, and nothing else."""
+        return self.attention is not None and not (self.inputs or self.outputs or self.local or self.separate or self.when)
+
     def __post_init__(self) -> None:
         for name in ("attention", "keys", "local"):
             check_names(f"ModulePlan({name})", getattr(self, name))

@@ -77,6 +77,17 @@ class Block(nn.Module):
         return x + self.mlp(x)
 
 
+class Mean(nn.Module):
+    """Returns tokens and their mean."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Identity()
+
+    def forward(self, x):
+        return self.out(x), x.mean()
+
+
 class Blocks(nn.Module):
     def __init__(self):
         super().__init__()
@@ -293,6 +304,10 @@ with torch.no_grad():
         "a scripted module": lambda: apply_context_parallel(torch.jit.script(nn.Linear(2, 2)), RING, {}),
     }.items():
         check(name, refused(use, ConfigError, "Got ", "allowed: "))
+    scalar = nn.Sequential(Attention(), Mean()).eval()
+    applied = apply_context_parallel(scalar, RING, {"0": {"x": ContextParallelInput(1, 3)}, "1.out": ContextParallelOutput(1, 3)})
+    check("a number is compared by its size", (scalar(x)[1] - nn.Sequential(*scalar)(x)[1]).abs() < 1e-5)
+    applied.remove()
     check("a config of nothing", apply_context_parallel(new(), ParallelConfig()).mesh.size == 1)
 
     # Forms that diffusers' users write.

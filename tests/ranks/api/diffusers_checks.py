@@ -37,6 +37,8 @@ def errors_of_one_rank(rank: int, world: int) -> None:
     different = ContextParallelConfig(**{("ring_degree", "ulysses_degree")[rank % 2]: world}, **ANYTHING)
     refused(lambda: apply_context_parallel(model, different), "ring_degree, ulysses_degree on rank 1")
     refused(lambda: apply_context_parallel(model, different, shard_weights=rank == 0), "shard_weights on rank 1")
+    wrong = dict(verify="second") if rank else {}
+    refused(partial(apply_context_parallel, model, ContextParallelConfig(ulysses_degree=world), **wrong), "verify: ")
     staged = dict(pipefusion_degree=world) if rank == 0 else dict(ulysses_degree=world, **ANYTHING)
     refused(lambda: apply_context_parallel(model, ContextParallelConfig(**staged)), "pipefusion_degree")
     close(relative(forward(model, inputs), expected))
