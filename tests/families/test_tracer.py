@@ -9,9 +9,11 @@ from support.ranks import COMFY, run_ranks
 from cp_runtime.engine.plan import method_of
 from cp_runtime.families import PLANS
 
+OFTEN = families.NAMES[::4]
+"""Families whose tables `make test` traces. All of them run on ranks, against the stock forward: tests/ranks/families."""
 SCRIPT = Path(__file__).with_name("trace_ranks.py")
 CASES = [
-    (family, case.name)
+    pytest.param(family, case.name, marks=[] if family in OFTEN else pytest.mark.soak)
     for family in families.NAMES
     for case in families.load(family).CASES
     if (plan := PLANS[families.load(family).MODELS[case.model].cls]).shares_sequence

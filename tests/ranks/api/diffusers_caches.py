@@ -121,9 +121,9 @@ def caches(rank: int, world: int) -> None:
 def compiled(rank: int, world: int) -> None:
     """Blocks compile into as many graphs as alone, without a break, before applying and after; a whole model breaks at gathers."""
     counters, cases = torch._dynamo.utils.counters, {"flux": flux, "ltx 2": lambda: ltx_2(isolate_modalities=False)}
-    for turn, (name, make) in enumerate((INPUTS | cases if SOAK else cases).items()):
+    for turn, (name, make) in enumerate((INPUTS | cases if SOAK else {"flux": flux}).items()):
         config, graphs = ContextParallelConfig(ulysses_degree=world, **ANYTHING), {}
-        for kind in ("alone", "after" if turn % 2 else "before", "whole", *(("after", "before") if SOAK else ())):
+        for kind in ("alone", "after" if turn % 2 else "before", *(("after", "before", "whole") if SOAK else ())):
             torch._dynamo.reset()
             counters.clear()
             model, inputs = build(name), make()
