@@ -104,7 +104,6 @@ class ShardedCalls:
         first = form not in self._forms
         if first:
             _check_backends(name, backends)
-
         if first and self._in_step:
             run = self._verified if self._verify and not self._calls else self._sharded
             out = agreement.in_step(partial(run, args, kwargs), self._mesh.whole)
@@ -138,7 +137,7 @@ class ShardedCalls:
         installed = self.installed
         with (
             installed.call(sequence, lambda shape: degrees, weights=self.weights) as call,
-            shared_attention(call, self._mesh.whole, bool(enabled_caches(self._module))) as shared,
+            shared_attention(call, self._mesh.whole, partial(enabled_caches, self._module)) as shared,
             serving(shared.answer),
         ):
             call.ask, call.expects_attention = ask, ask is not None  # what is cached later does not attend

@@ -56,7 +56,7 @@ class SharedAttention(TorchFunctionMode):
         if torch.compiler.is_compiling():
             return TRACED_AS.get(func, func)(*args, **kwargs)
         out = func(*args, **kwargs)
-        if func in MEANS and out.ndim == 0 and self._everyone.size > 1:
+        if func in MEANS and out.ndim == 0 and out.is_floating_point() and self._everyone.size > 1:
             return self._mean(args[0] if args else kwargs["input"]).to(out.dtype)
         return out
 
@@ -200,24 +200,24 @@ _active: list[SharedAttention] = []
 
 
 @contextmanager
-def shared_attention(call: RunningCall, everyone: RankGroup, has_hooks: bool) -> Iterator[SharedAttention]:
+def shared_attention(call: RunningCall, everyone: RankGroup, has_caches: Callable[[], object]) -> Iterator[SharedAttention]:
     """Share attention while active: by a mode, or, where functions are compiled as they are called, in torch's namespace: behind a
     graph break the compiler mixes up arguments below a mode.
 
-    `has_hooks`: of diffusers, such as a cache's, which only a mode sees. `everyone`: see `SharedAttention`.
+    `has_caches`: whether step caches are enabled, whose means only a mode sees. `everyone`: see `SharedAttention`.
     """
     shared = SharedAttention(call, everyone)
-    if has_hooks or not frames_are_compiled():
+    if not frames_are_compiled() or has_caches():
         with shared:
             yield shared
         return
-    F.scaled_dot_product_attention = _shared
+    before, F.scaled_dot_product_attention = F.scaled_dot_product_attention, _shared
     _active.append(shared)
     try:
         yield shared
     finally:
         _active.pop()
-        F.scaled_dot_product_attention = _stock
+        F.scaled_dot_product_attention = before
 
 
 def _shared(*args: Any, **kwargs: Any) -> Tensor:
