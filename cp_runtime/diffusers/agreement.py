@@ -28,13 +28,9 @@ Result = TypeVar("Result")
 
 def check_settings(settings: Mapping[str, Any], group: RankGroup) -> None:
     """Raise ConfigError, on all ranks alike, unless all ranks have the same settings. One collective of 4 KB."""
-    table = agree({name: digest(value) for name, value in settings.items()}, group)
-    wrong = [name for name in settings if len({row[name] for row in table}) > 1]
-    if wrong:
-        ranks = [str(group.global_rank(rank)) for rank, row in enumerate(table) if row != table[0]]
+    if wrong := _differing(settings, group):
         raise ConfigError(
-            f"{', '.join(wrong)} on rank {', '.join(ranks)}: not what rank {group.global_rank(0)} has. Call apply_context_parallel "
-            "with the same arguments on all ranks."
+            f"{wrong}: not what rank {group.global_rank(0)} has. Call apply_context_parallel with the same arguments on all ranks."
         )
 
 
@@ -61,17 +57,22 @@ def check_inputs(
         given: Mapping[str, Any] = signature.bind(*args, **kwargs).arguments
     except TypeError:  # calling forward will raise it
         given = {"arguments": (args, dict(kwargs))}
-    told = [digest(given.get(name)) for name in names] if error is None else error
-    table = agree(told, group)
+    if wrong := _differing({name: given.get(name) for name in names}, group, error):
+        raise PlanError(
+            f"{module}: {wrong}: not what rank {group.global_rank(0)} was given. The ranks of a sequence compute one call "
+            "together: give all of them the same inputs, such as noise from generators of the same seed, or broadcast them."
+        )
+
+
+def _differing(values: Mapping[str, Any], group: RankGroup, error: PlanError | None = None) -> str:
+    """Compare values of the same names on all ranks. Return those that differ, and on which ranks, for messages; empty if none do.
+
+    Raises `error` on all ranks if a rank has one.
+    """
+    table = agree([digest(value) for value in values.values()] if error is None else error, group)
     ranks = [str(group.global_rank(rank)) for rank, row in enumerate(table) if row != table[0]]
-    wrong = [name for name, column in zip(names, zip(*table, strict=True), strict=True) if len(set(column)) > 1]
-    if not wrong:
-        return
-    raise PlanError(
-        f"{module}: {', '.join(wrong)} on rank {', '.join(ranks)}: not what rank {group.global_rank(0)} was given. The ranks of a "
-        "sequence compute one call together: give all of them the same inputs, such as noise from generators of the same seed, or "
-        "broadcast them."
-    )
+    wrong = [name for name, column in zip(values, zip(*table, strict=True), strict=True) if len(set(column)) > 1]
+    return f"{', '.join(wrong)} on rank {', '.join(ranks)}" if wrong else ""
 
 
 def digest(value: Any) -> int:

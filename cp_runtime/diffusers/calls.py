@@ -129,11 +129,7 @@ class ShardedCalls:
     @not_compiled_itself
     def _sharded(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], ask: Callable[[], None] | None = None) -> Any:
         """Run one call. `ask`: in the first call of a form, see `agreement.in_step`."""
-        config = self._config
-        share = BatchSlice.of(config.batch, config.batch_degree, args, kwargs)
-        sequence, degrees = (self._mesh, config.of_all_ranks) if share is None else (share.sequence, config)
-        if share is not None:
-            args, kwargs = share.take_call(args, kwargs, self._names, self._whole)
+        share, sequence, degrees, args, kwargs = self._slice(self._config.batch, self._mesh, args, kwargs)
         installed = self.installed
         with (
             installed.call(sequence, lambda shape: degrees, weights=self.weights) as call,
@@ -147,6 +143,15 @@ class ShardedCalls:
         if ask is not None:
             ask()
         return share.gather(out)
+
+    def _slice(
+        self, batch: BatchMesh, sequence: SequenceMesh, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[BatchSlice | None, SequenceMesh, ContextParallelConfig, tuple[Any, ...], Mapping[str, Any]]:
+        """Return this group's slice of the batch, its ranks, degrees and arguments; no slice, and `sequence`, if all share it."""
+        share = BatchSlice.of(batch, self._config.batch_degree, args, kwargs)
+        if share is None:
+            return None, sequence, self._config.of_all_ranks, args, kwargs
+        return share, share.sequence, self._config, *share.take_call(args, kwargs, self._names, self._whole)
 
 
 def _check_backends(name: str, backends: tuple[str | None, ...]) -> None:

@@ -20,7 +20,7 @@ from ..engine.ranks.config import ContextParallelConfig, PipelineSettings
 from ..engine.ranks.mesh import SequenceMesh
 from ..errors import PlanError, bad_value
 from ..nested import form_of, map_tensors, tensors
-from .calls import BatchSlice, ShardedCalls, enabled_caches, map_outputs
+from .calls import ShardedCalls, enabled_caches, map_outputs
 from .known import CLASSES, ENCODER, Table, known, own_table
 from .torch_function import SharedAttention
 
@@ -82,10 +82,7 @@ class StagedCalls(ShardedCalls):
         self._note_run(named)
         text = named.get(ENCODER)
         self._texts[id(text)] = text
-        share = BatchSlice.of(self._ranks, self._config.batch_degree, args, kwargs)
-        sequence, degrees = (self._ranks, self._config.of_all_ranks) if share is None else (share.sequence, self._config)
-        if share is not None:
-            args, kwargs = share.take_call(args, kwargs, self._names, self._whole)
+        share, sequence, degrees, args, kwargs = self._slice(self._ranks, self._ranks, args, kwargs)
 
         def run(mesh: SequenceMesh, kind: Callable[..., RunningCall]) -> Any:
             # Forwards may modify their arguments.

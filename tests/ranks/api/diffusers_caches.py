@@ -12,6 +12,7 @@ from support.faults import SOAK
 from torch import Tensor, nn
 
 from cp_runtime import ContextParallelConfig, apply_context_parallel, remove_context_parallel
+from cp_runtime.compat import compiler_counts
 
 CACHES = ("first block", "first block by its function", "pyramid", "faster", "mag", "taylor")
 STEPS, TIMESTEP = 6, {"now": 0}
@@ -120,12 +121,12 @@ def caches(rank: int, world: int) -> None:
 
 def compiled(rank: int, world: int) -> None:
     """Blocks compile into as many graphs as alone, without a break, before applying and after; a whole model breaks at gathers."""
-    counters, cases = torch._dynamo.utils.counters, {"flux": flux, "ltx 2": lambda: ltx_2(isolate_modalities=False)}
+    cases = {"flux": flux, "ltx 2": lambda: ltx_2(isolate_modalities=False)}
     for turn, (name, make) in enumerate((INPUTS | cases if SOAK else {"flux": flux}).items()):
         config, graphs = ContextParallelConfig(ulysses_degree=world, **ANYTHING), {}
         for kind in ("alone", "after" if turn % 2 else "before", *(("after", "before", "whole") if SOAK else ())):
             torch._dynamo.reset()
-            counters.clear()
+            torch._dynamo.utils.counters.clear()
             model, inputs = build(name), make()
             expected = forward(model, inputs)
             if kind == "before":
@@ -138,6 +139,7 @@ def compiled(rank: int, world: int) -> None:
                 model.compile_repeated_blocks(fullgraph=True, backend="eager")
             for _ in range(2):
                 close(relative(forward(model, inputs), expected), (name, kind))
-            graphs[kind] = counters["stats"]["unique_graphs"]
+            counts = compiler_counts()
+            graphs[kind] = counts["graphs"]
             assert kind == "whole" or graphs[kind] == graphs["alone"], (name, graphs)
-            assert sum(counters["graph_break"].values()) <= 4 * (kind == "whole"), (name, kind, counters)
+            assert counts["breaks"] <= 4 * (kind == "whole"), (name, kind, counts)
