@@ -53,7 +53,8 @@ class InstalledPlan(Generic[PlanT]):
                     continue
                 if module_plan.attention is not None:
                     with_attention.add(module)
-                if plan.attention_rule is not None and module is not model and module_plan.only_attention:
+                of_forward = module is not model and method_of(pattern) == "forward"
+                if plan.attention_rule is not None and of_forward and module_plan.only_attention:
                     self._hook_attention(name, module, _constant(module_plan.attention, module_plan.keys), module_plan)
                     continue
                 positions = {argument: i for i, argument in enumerate(argument_names(module, method_of(pattern)))}
@@ -233,15 +234,21 @@ def _attention_hooks(names: tuple[str, ...], rule: AttentionRule, said: bool) ->
     return before, after
 
 
+def _plan_of(module: nn.Module) -> InstalledPlan[Any] | None:
+    """Return the plan that a module is in; None for a copy of one, which has its hooks."""
+    plan = _plans.get(module)
+    return None if plan is None else plan()
+
+
 @not_compiled
 def _enter_attention(rule: AttentionRule, module: nn.Module, arguments: Mapping[str, Any]) -> None:
-    if (plan := _plans[module]()) is not None:
+    if (plan := _plan_of(module)) is not None:
         plan.enter_attention(rule, module, arguments)
 
 
 @not_compiled
 def _leave_attention(module: nn.Module) -> None:
-    if (plan := _plans[module]()) is not None:
+    if (plan := _plan_of(module)) is not None:
         plan.leave_attention(module)
 
 

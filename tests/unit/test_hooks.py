@@ -1,5 +1,6 @@
 """What an installed plan keeps from call to call, and for how long."""
 
+import copy
 import gc
 import weakref
 
@@ -188,3 +189,21 @@ def test_a_plan_of_methods_gets_their_arguments_and_runs_the_hooks_of_the_module
     assert not {"left", "right", "forward"} & vars(block).keys()
     with pytest.raises(PlanError, match="has no method 'middle'"):
         InstalledPlan(model, ShardingPlan(modules={"*:middle": ModulePlan()}, outputs={}))
+
+
+def test_a_plan_of_a_method_that_only_says_attention_is_about_the_method():
+    model = nn.ModuleList([Branches()])
+    plan = ShardingPlan(modules={"*:left": ModulePlan(attention=())}, outputs={}, attention_rule=lambda module: None)
+    installed = InstalledPlan(model, plan)
+    assert "left" in vars(model[0])
+    installed.remove()
+    assert "left" not in vars(model[0])
+
+
+def test_a_copy_of_a_part_of_a_model_is_as_without_a_plan():
+    """It has the hooks of what it was copied from."""
+    model = nn.Sequential(nn.Identity())
+    plan = ShardingPlan(modules={"0": ModulePlan(attention=())}, outputs={}, attention_rule=lambda module: None)
+    installed = InstalledPlan(model, plan)
+    assert copy.deepcopy(model[0])(1) == model(1) == 1
+    installed.remove()
