@@ -56,6 +56,7 @@ class ModelCall:
     in_place: tuple[str, ...]  # arguments that ranks leave in the memory of the message: each copies only its part
     encode_network: Callable[[nn.Module], Any]  # makes plain data and tensors of a network
     mixes_batch: bool = False  # another node's patch needs all items of the batch
+    all_tokens: bool = False  # its attention needs all tokens of a head at once
     networks: Mapping[str, nn.Module] = field(default_factory=dict)  # networks of patches in the arguments, by key
     memory_scale: float = 1.0  # expected memory of the call / ComfyUI's estimate for the latent
     compile: CompileSettings | None = None  # of the model's blocks; None = uncompiled

@@ -228,7 +228,7 @@ class Workers:
         request = Call(
             key=key,
             method=cast(Method, call.method),
-            sequence=config.sequence,
+            sequence=replace(config.sequence, all_tokens=call.all_tokens),
             ranks=ranks,
             batch_degree=1 if call.mixes_batch else config.batch_degree,
             leading=call.leading,

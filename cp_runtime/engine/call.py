@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import PlanError, UnknownStreamError
-from .attention.context_parallel import Attend, context_parallel_attention
+from .attention.context_parallel import Attend, context_parallel_attention, ordered
 from .attention.ulysses import HeadExchange
 from .cost import AttentionShape, attention_shape
 from .plan import ModulePlan, ShardingPlan
@@ -57,6 +57,7 @@ class RunningCall:
     Attributes:
         state: streams, lengths and layouts.
         ask: called before the ranks exchange tokens; if set, they also compare masks, for which they wait for the device.
+        in_joint_order: attention functions get all tokens in the order of one process, for those that tell them by position.
         expects_attention: missing an attention that should be shared is an error.
     """
 
@@ -77,6 +78,7 @@ class RunningCall:
         self._shared = 0
         self._scopes = [Scope(plan.attention, plan.attention_rule is not None, said=bool(plan.attention))]
         self.ask: Callable[[], None] | None = None
+        self.in_joint_order = False
         self.expects_attention = True
 
     @property
@@ -162,6 +164,8 @@ class RunningCall:
             mask = self.state.padding.get(streams[1], mask)
             B, _, H, D = q_BLHD.shape
             shape = attention_shape(B, q_layout.total, k_layout.total, H, k_BLKD.shape[2], D, q_BLHD.element_size())
+            if attend is not None and self.in_joint_order:
+                attend = ordered(attend, q_layout, k_layout)
             seeing = None
             if own_masks and mask is not None and mask.dtype == torch.bool and self.mesh.size > 1:
                 mask, seeing = self._own_parts(mask, q_layout, k_layout)

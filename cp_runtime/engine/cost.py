@@ -173,7 +173,7 @@ def decide(
     shape: AttentionShape, ranks: int, settings: SequenceSettings, rates: Rates, shares: Shares = ()
 ) -> tuple[ContextParallelConfig, Cost]:
     """Return the config and the predicted cost of an attention. Equal arguments give the same answer on every rank."""
-    given = settings.ring_degree, settings.ulysses_degree
+    given = (1, ranks) if settings.all_tokens else (settings.ring_degree, settings.ulysses_degree)
     # Degrees set by the user are for the ranks beside a full batch axis. With fewer groups the rest of that axis is folded in.
     chosen = given if math.prod(given) == ranks else choose(shape, ranks, settings, rates, shares)
     predicted = cost(shape, chosen[0], chosen[1], settings, rates, shares)

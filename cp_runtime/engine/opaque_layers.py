@@ -27,13 +27,14 @@ def make_opaque(block: nn.Module) -> list[nn.Module]:
 
 
 @torch.library.custom_op("context_parallel::linear", mutates_args=())
-def linear(x: Tensor, layer: int, features: int) -> Tensor:
+def linear(x: Tensor, layer: int, features: int, input_act: str) -> Tensor:
     """Run a linear layer of the running block.
 
     Args:
-        x: `[..., in features]`.
+        x: `[..., in features]`; `[..., 2 * in features]` for an activation with a gate.
         layer: its number within the block.
         features: out features.
+        input_act: name of an activation of x, which ComfyUI's layers fuse since 0.40; "" = none.
 
     Returns:
         `[..., features]` in x's dtype, contiguous.
@@ -41,17 +42,19 @@ def linear(x: Tensor, layer: int, features: int) -> Tensor:
     if not COMPILING.in_block:
         raise PlanError("a compiled block ran outside of a sharded call")
     module = COMPILING.layers[layer]
-    out: Tensor = type(module).forward(module, x)
+    out: Tensor = type(module).forward(module, x, **({"input_act": input_act} if input_act else {}))
     return out.contiguous()
 
 
 @linear.register_fake
-def _(x: Tensor, layer: int, features: int) -> Tensor:
+def _(x: Tensor, layer: int, features: int, input_act: str) -> Tensor:
     return x.new_empty((*x.shape[:-1], features))
 
 
-def _forward(layer: Any, number: int, x: Tensor) -> Any:
-    return linear(x, number, layer.out_features)
+def _forward(layer: Any, number: int, x: Tensor, input_act: str | None = None, **fused: Any) -> Any:
+    if fused:  # with tensors of its own; a block that the compiler cannot trace then runs as it is
+        return type(layer).forward(layer, x, input_act=input_act, **fused)
+    return linear(x, number, layer.out_features, input_act or "")
 
 
 def _is_quantised(layer: nn.Module) -> bool:

@@ -122,10 +122,7 @@ def test_classes_that_a_pack_changed(off_server):
 
 MODULES = {
     "module": ("wan_t2v_low", "the node pack context-parallel-test-nodes put its Scaled in the place of head.head.1"),
-    "chosen_attention": (
-        "wan_i2v",
-        "chooses an attention of its own for blocks.0.self_attn.comfy_attention ({'attention': 'comfy_kitchen_int8'})",
-    ),
+    "chosen_attention": ("wan_i2v", "the model file chooses attention_of_a_pack for blocks.0.self_attn of WanModel"),
 }
 
 

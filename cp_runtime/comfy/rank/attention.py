@@ -19,6 +19,7 @@ from ...engine.attention.context_parallel import Attend
 from ...engine.attention.opaque import COMPILING, Server, attention
 from ...engine.call import RunningCall
 from ..shared.attention import SAGE_MODES, attention_function
+from .sparse import SparseAttention
 
 KERNEL_OF = {
     "attention_sage": "sage",
@@ -30,7 +31,9 @@ CHOOSES = "()"  # at the end of a name: the function returns the attention to ca
 ADD_BOOLEAN_MASKS = ("attention_sub_quad", "attention_split")
 
 
-def attention_override(call: RunningCall, chosen: Callable[..., Tensor] | None = None) -> Callable[..., Tensor]:
+def attention_override(
+    call: RunningCall, chosen: Callable[..., Tensor] | None = None, sparse: SparseAttention | None = None
+) -> Callable[..., Tensor]:
     """Return a function for `transformer_options["optimized_attention_override"]`.
 
     It has the signature of ComfyUI's attention functions: q, k, v are `[B, L, heads * D]`, or `[B, heads, L, D]` with
@@ -38,7 +41,8 @@ def attention_override(call: RunningCall, chosen: Callable[..., Tensor] | None =
     becomes the operator that `compiled_attention` serves, independent of the call.
 
     Args:
-        chosen: attention function that a node chose for this model; None = the one that the model asks for.
+        chosen: attention function that a node chose for this model, or the file for a layer; None = the one that it asks for.
+        sparse: where a node chose that.
 
     Returns:
         The function, with `container_function`, which ComfyUI 0.32 calls where a model gives q, k and v away, each in a container:
@@ -57,7 +61,9 @@ def attention_override(call: RunningCall, chosen: Callable[..., Tensor] | None =
         skip_output_reshape: bool = False,
         **kwargs: Any,
     ) -> Tensor:
-        func = chosen or func
+        layer = kwargs.pop("preferred_attention", None)  # only where the model calls this by name, without options
+        func = chosen or getattr(layer, "function", None) or func
+        func = func if sparse is None else sparse.over(func)
         compiling = torch.compiler.is_compiling()
         if not compiling and call.attention_is_local:
             return func(q, k, v, heads, mask, attn_precision, skip_reshape, skip_output_reshape, **kwargs)
@@ -82,7 +88,7 @@ def attention_override(call: RunningCall, chosen: Callable[..., Tensor] | None =
     def of_containers(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Tensor:
         func = chosen or functions().optimized_attention  # the only one that models hand containers to
         takes = getattr(func, "container_function", None)
-        if takes is not None and not torch.compiler.is_compiling() and call.attention_is_local:
+        if takes is not None and sparse is None and not torch.compiler.is_compiling() and call.attention_is_local:
             out: Tensor = takes(q, k, v, *args, **kwargs)
             return out
         return attend(func, q.take(), k.take(), v.take(), *args, **kwargs)

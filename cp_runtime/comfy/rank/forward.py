@@ -24,9 +24,11 @@ from ...nested import form_of, map_tensors, tensors
 from ...pool.messages import Call
 from ...pool.settings import WHOLE
 from ..shared.attention import attention_function
-from ..shared.forward import ATTENTION, CONDITIONINGS, OBJECTS, PATCHES
+from ..shared.forward import ATTENTION, CONDITIONINGS, LAYERS, OBJECTS, PATCHES, SPARSE
 from .attention import attention_by_name, attention_override, compiled_attention
 from .batch import COND_KINDS, share_out, take_items
+from .layers import functions_of
+from .sparse import SparseAttention
 
 SHARED = ("control", "transformer_options")  # arguments that every run of a forward gets unchanged
 
@@ -48,8 +50,13 @@ def run_sharded(
     plan = installed.plan
     with installed.call(mesh, planner, on_module, weights, kind) as call:
         options = {**(arguments.get("transformer_options") or {})}
-        chosen = options.pop(ATTENTION, None)
-        options["optimized_attention_override"] = attention_override(call, chosen and attention_function(chosen))
+        chosen, layers = options.pop(ATTENTION, None), options.pop(LAYERS, ())
+        sparse = SparseAttention(options.pop(SPARSE), call) if SPARSE in options else None
+        call.in_joint_order = bool(layers) or sparse is not None
+        options["optimized_attention_override"] = attention_override(call, chosen and attention_function(chosen), sparse)
+        if layers:
+            functions = functions_of(installed.model, layers)
+            options[LAYERS] = {name: attention_override(call, function) for name, function in functions.items()}
         if PATCHES in options:
             from .patches import decode_node_patches  # which needs ComfyUI; the rest of this file does not
 
@@ -64,7 +71,8 @@ def run_sharded(
         if arguments.get("control") is not None:
             named["control"] = _local_control(arguments, call.state, plan)
         override = attention_override(call)
-        with in_place, attention_by_name(plan.attention_names, override), serving(compiled_attention(call)):
+        gates = nullcontext() if sparse is None else sparse.gates(installed.model)
+        with in_place, gates, attention_by_name(plan.attention_names, override), serving(compiled_attention(call)):
             return installed.forward(forward, **named), call.state
 
 
@@ -85,6 +93,8 @@ def why_not_recorded(
         return "ranks exchange over gloo, by way of the computer's memory"
     if placement != WHOLE:
         return f"the weights are {placement}: every call fetches some"
+    if SPARSE in options:
+        return "sparse attention decides in every call which tokens it takes"
     if PATCHES in options or OBJECTS in options or any(value is not None for value in in_place.values()):
         return "patches of a node, or a ControlNet, take part in the call"
     if request.compile:

@@ -8,12 +8,12 @@ that they hold. All others are refused.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...engine.attention.kernels import installed
 from ...errors import MirrorError
@@ -34,6 +34,11 @@ OVERRIDES: Mapping[str, str] = {
     "nodes:_make_attention_override.<locals>.attention_override": "target",
 }
 """`module in its pack:qualified name` of an override -> the variable that holds its attention function."""
+
+SPARSE_NODE = "comfy_extras.nodes_sparse_attention"
+"""Module of ComfyUI's Model Sparse Attention, since 0.36. Its override, and its patches of MiniMax-H3's blocks:"""
+SPARSE_OVERRIDE = f"{SPARSE_NODE}:make_attention_override.<locals>.override"
+SPARSE_BLOCK = f"{SPARSE_NODE}:make_h3_block_patch.<locals>.block_patch"
 
 SAGE_OF_PACK = _KJ + "get_sage_func.<locals>.attention_sage"
 FLASH_OF_PACK = "patch_flash_attention:get_flash_attn_func.<locals>.attention_flash"
@@ -81,6 +86,24 @@ def missing_for(name: str) -> str | None:
     if package is None:
         return f"the package {mode.package}"
     return None if hasattr(package, mode.function) else f"{mode.function} of a newer {mode.package}"
+
+
+def layer_functions(model: nn.Module) -> Iterator[tuple[str, nn.Module, Callable[..., Tensor]]]:
+    """Yield the layers for which the model file chose an attention function (`ComfyAttention`, since ComfyUI 0.38): name, layer,
+    function."""
+    for name, layer in model.named_modules():
+        for child in layer.children():
+            function = getattr(child, "function", None)
+            if callable(function) and hasattr(child, "config"):
+                yield name, layer, function
+
+
+def function_name(function: Callable[..., Any]) -> str:
+    """Return the name of an attention function, with the settings that are bound to it."""
+    if not isinstance(function, functools.partial):
+        return function.__name__
+    settings = ", ".join(f"{name}={value!r}" for name, value in sorted(function.keywords.items()))
+    return f"{function.func.__name__}({settings})"
 
 
 @functools.cache

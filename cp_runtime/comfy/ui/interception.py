@@ -24,7 +24,7 @@ from ...controller.calls import ModelCall
 from ...errors import MirrorError, UnsupportedError
 from ...families import PLANS, class_name
 from ...nested import tensors
-from ..shared.forward import ATTENTION, CONDITIONINGS
+from ..shared.forward import CONDITIONINGS
 from ..shared.modules import encode_module
 from ..shared.patches import applied_patches
 from ..shared.weights import PREFIX, model_dtype
@@ -86,7 +86,7 @@ class WorkerForward(Replacement):
         except UnsupportedError as error:
             owner.refuse_call(error)
             return self.stock(*args, **kwargs)
-        chosen: dict[str, Any] = {} if attention is None else {ATTENTION: attention}
+        chosen = attention.encoded
         if owner.cp_config.pipeline is not None and options.get("uuids"):
             chosen[CONDITIONINGS] = [f"{owner.cp_run.number} {name}" for name in options["uuids"]]
             owner.note_steps(len(options.get("sample_sigmas", ())) - 1)
@@ -99,6 +99,7 @@ class WorkerForward(Replacement):
                 device=latent.device,
                 in_place=IN_PLACE,
                 mixes_batch=patches.mixes_batch,
+                all_tokens=attention.all_tokens,
                 memory_scale=owner.cp_run.memory_scale,
                 compile=compiled,
                 networks=patches.networks,

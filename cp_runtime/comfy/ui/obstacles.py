@@ -25,9 +25,10 @@ from ...pool.config import RuntimeConfig
 from ...pool.settings import STAGED
 from ..shared.patches import applied_patches, encode_weight_patches
 from ..shared.weights import PREFIX
+from .attention import ChosenAttention, attention_of
 from .changed_code import changes_of
 from .options import compile_settings
-from .patches import PatchSet, attention_of
+from .patches import PatchSet
 from .recipes import recipe_of
 from .sources import file_of, is_comfy, pack_of
 from .target import notes_of
@@ -49,7 +50,7 @@ def check_model(patcher: Any, config: RuntimeConfig) -> None:
         encode_weight_patches(applied_patches(patcher))
     except (PlanError, MirrorError) as error:
         raise UnsupportedError(str(error)) from error
-    options_for_ranks(patcher.model_options.get("transformer_options", {}), patcher, config)
+    options_for_ranks(patcher.model_options.get("transformer_options", {}), patcher, config, again=True)
     _check_attached(patcher)
     compile_of(patcher)
     check_experts(model, patcher.load_device)
@@ -97,15 +98,15 @@ def check_call(patcher: Any, control: Mapping[str, Any] | None) -> None:
 
 
 def options_for_ranks(
-    options: Mapping[str, Any], patcher: Any, config: RuntimeConfig, latent: Tensor | None = None
-) -> tuple[PatchSet, str | None]:
+    options: Mapping[str, Any], patcher: Any, config: RuntimeConfig, latent: Tensor | None = None, again: bool = False
+) -> tuple[PatchSet, ChosenAttention]:
     """Extract the workers' part of `transformer_options`: see `PatchSet.of` and `attention_of`. Refuse the rest."""
     try:
         if options.get("ar_state") is not None:
             raise UnsupportedError("autoregressive sampling keeps state inside the transformer.")
-        in_patches = config.pipeline is not None and config.pipeline.patches > 1
-        patches = PatchSet.of(options, patcher.model.diffusion_model, latent, patcher, in_patches)
-        return patches, attention_of(options, config.device_type)
+        in_patches, model = config.pipeline is not None and config.pipeline.patches > 1, patcher.model.diffusion_model
+        attention, options = attention_of(options, model, config, TORCH_COMPILE_KWARGS in patcher.model_options, again)
+        return PatchSet.of(options, model, latent, patcher, in_patches), attention
     except UnsupportedError as error:
         raise UnsupportedError(f"{error} {_REMEDY}") from error
 
@@ -152,11 +153,6 @@ def check_code(model: nn.Module, patched: Collection[str] = (), made_by_pack: bo
             raise UnsupportedError(f"a node put hooks on {where}. {_REMEDY}")
         if pack := packs.get(cls):
             raise UnsupportedError(f"the node pack {pack} put its {cls.__name__} in the place of {where}. {_REMEDY}")
-        if callable(getattr(module, "function", None)) and hasattr(module, "config"):  # ComfyAttention, since 0.38
-            raise UnsupportedError(
-                f"the model file chooses an attention of its own for {where} ({module.config}), which the workers do not have. Set "
-                "on_unsupported of CP Config to 'single device', or load a file without it."
-            )
     _check_imported(model)
 
 

@@ -1,10 +1,10 @@
-"""Other nodes' patches of the transformer, in the UI process: checks and encoding; and the attention function that a node chose."""
+"""Other nodes' patches of the transformer, in the UI process: checks and encoding."""
 
 from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
@@ -12,16 +12,14 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import comfy.model_patcher
 import comfy.sd
-from comfy.ldm.modules import attention as functions
 from torch import Tensor, nn
 
 from ...errors import UnsupportedError
 from ...pool.protocol import flatten
-from ..shared.attention import FLASH_OF_PACK, ON_CUDA, OVERRIDES, SAGE_MODES, SAGE_OF_PACK, missing_for
 from ..shared.forward import OBJECTS, PATCHES
 from ..shared.modules import encode_module, full_name
 from ..shared.patches import MIRRORED, Patch, map_patches, name_of
-from .pack_nodes import display_name, made_by, name_in_pack, node_of
+from .pack_nodes import display_name, made_by, node_of
 from .pack_objects import encode_objects
 
 # Nodes whose patches cannot be mirrored -> reason.
@@ -33,9 +31,7 @@ REFUSED: Mapping[str, str] = {
     "SUPIRApply": "keeps state between the blocks of the model",
     "HypernetworkLoader": "puts networks into the attention of the model",
     "SDPoseKeypointExtractor": "reads features out of the model",
-    "BlockSparseAttention": "chooses which of all tokens a block of them attends to",  # since 0.36
 }
-OVERRIDE = "optimized_attention_override"
 _keys: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 _checked: WeakSet[nn.Module] = WeakSet()
 _numbers = itertools.count()
@@ -150,60 +146,3 @@ class _Encoder:
         if full_name(type(value)) in MIRRORED:
             return {"$patch": self.index(value)}
         return value
-
-
-def attention_of(options: Mapping[str, Any], device_type: str) -> str | None:
-    """Return the name of a node's attention function (see `shared.attention`), or None. `device_type`: of the ranks. Raises
-    UnsupportedError if the ranks do not have it, or the override is unknown."""
-    override = options.get(OVERRIDE)
-    if override is None:
-        return None
-    node, name = made_by(override), _name_of(override)
-    if name is None:
-        raise UnsupportedError(
-            f"{node} replaced the attention function by one of its own, which the workers do not have. They have ComfyUI's and "
-            "those of SageAttention, chosen by Patch Sage Attention KJ."
-        )
-    if name in ON_CUDA and device_type != "cuda":
-        raise UnsupportedError(f"{node} chose the attention function {name}, which does not run on {device_type}.")
-    missing = missing_for(name)
-    if missing is not None:
-        raise UnsupportedError(
-            f"{node} chose the attention function {name}, which needs {missing}. Install it into ComfyUI's Python environment, or "
-            "choose another attention function."
-        )
-    return name
-
-
-def _name_of(override: Any) -> str | None:
-    """Return the function's name, or None if it is unknown: an override that holds anything else has separate conditions."""
-    variable = OVERRIDES.get(name_in_pack(override))
-    held = _held(override)
-    if variable is None or set(held) != {variable}:
-        return None
-    chosen = inspect.unwrap(held[variable])
-    for name, function in functions.REGISTERED_ATTENTION_FUNCTIONS.items():
-        if chosen is inspect.unwrap(function):
-            return str(name) if chosen.__module__ == functions.__name__ else None  # packs may register their own
-    made_by = name_in_pack(chosen)
-    if made_by == FLASH_OF_PACK:
-        return "flash"
-    return _sage_mode(chosen) if made_by == SAGE_OF_PACK else None
-
-
-def _sage_mode(attention: Callable[..., Any]) -> str | None:
-    """Return the mode of KJNodes' function: its inner function closes over SageAttention's and names the precision of its sums."""
-    inner = inspect.unwrap(_held(attention).get("sage_func", attention))
-    held = _held(inner)
-    if "sage_attention" in held:  # it holds the mode itself
-        return held["sage_attention"] if held["sage_attention"] in SAGE_MODES else None
-    constants = set(getattr(getattr(inner, "__code__", None), "co_consts", ()))
-    for name, mode in SAGE_MODES.items():
-        if mode.function in held and constants.issuperset(mode.settings.values()):
-            return name
-    return None
-
-
-def _held(function: Any) -> Mapping[str, Any]:
-    """Return the variables of a closure, by name."""
-    return inspect.getclosurevars(function).nonlocals if isinstance(function, FunctionType) else {}

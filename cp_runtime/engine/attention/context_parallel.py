@@ -63,6 +63,18 @@ def sdpa(scale: float | None = None, causal: bool = False) -> Attend:
     return attend
 
 
+def ordered(attend: Attend, q_layout: JointLayout, k_layout: JointLayout) -> Attend:
+    """Return the function for tokens in gathered order, given one for all tokens in joint order."""
+
+    def in_joint_order(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        if mask is not None:
+            mask = k_layout.to_joint(mask, -1)
+            mask = mask if mask.shape[-2] == 1 else q_layout.to_joint(mask, -2)
+        return q_layout.to_gathered(attend(q_layout.to_joint(q, 2), k_layout.to_joint(k, 2), k_layout.to_joint(v, 2), mask), 2)
+
+    return attend if q_layout.in_order and k_layout.in_order else in_joint_order
+
+
 def context_parallel_attention(
     q_BLHD: Tensor,
     k_BLKD: Tensor,

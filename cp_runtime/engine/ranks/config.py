@@ -250,7 +250,8 @@ class ParallelConfig(_NotOfDiffusers):
 @dataclass(frozen=True, kw_only=True)
 class SequenceSettings:
     """A user's settings for the sequence axes: as in `ContextParallelConfig`, but both degrees are 0 if chosen for every attention
-    (`cost`), and so are rounds."""
+    (`cost`), and so are rounds. `all_tokens`: attention takes all tokens of a head at once, so the degrees are those of Ulysses, in
+    one round."""
 
     ring_degree: int = 0
     ulysses_degree: int = 0
@@ -260,11 +261,13 @@ class SequenceSettings:
     ring_anything: bool = True
     ulysses_rounds: int = 0
     exchange: Literal["exact", "8 bit"] = "exact"
+    all_tokens: bool = False
 
     def with_degrees(self, ring: int, ulysses: int, rounds: int = 1) -> ContextParallelConfig:
         """Return the same settings with these degrees, and these rounds if none are set."""
-        chosen = {"ring_degree": ring, "ulysses_degree": ulysses, "ulysses_rounds": self.ulysses_rounds or rounds}
-        return ContextParallelConfig(**{**dataclasses.asdict(self), **chosen})
+        settings = dataclasses.asdict(self)
+        rounds = 1 if settings.pop("all_tokens") else self.ulysses_rounds or rounds
+        return ContextParallelConfig(**{**settings, "ring_degree": ring, "ulysses_degree": ulysses, "ulysses_rounds": rounds})
 
 
 @dataclass(frozen=True, kw_only=True)

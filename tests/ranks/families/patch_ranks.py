@@ -16,10 +16,12 @@ from torch import nn
 
 from cp_runtime.comfy.rank import patches as node_patches
 from cp_runtime.comfy.rank.forward import LocalResiduals
+from cp_runtime.comfy.rank.layers import functions_of
 from cp_runtime.comfy.shared.attention import SAGE_MODES, attention_function
-from cp_runtime.comfy.shared.forward import PATCHES
+from cp_runtime.comfy.shared.forward import LAYERS, PATCHES
 from cp_runtime.comfy.shared.modules import decode_module, encode_module
-from cp_runtime.comfy.ui.patches import PatchSet, _name_of, attention_of
+from cp_runtime.comfy.ui.attention import _name_of, checked_name
+from cp_runtime.comfy.ui.patches import PatchSet
 from cp_runtime.engine.attention.kernels import installed
 from cp_runtime.engine.state import CallState
 from cp_runtime.errors import MirrorError, UnsupportedError
@@ -152,7 +154,7 @@ report(
 
 def chosen(override, device_type="cuda"):
     try:
-        return attention_of({overrides.OPTIMIZED: override}, device_type)
+        return checked_name(override, device_type)
     except UnsupportedError as error:
         return str(error)
 
@@ -163,7 +165,6 @@ def missing(error):
 
 report(
     name="attention read",
-    nothing=attention_of({}, "cpu") is None,
     own=[chosen(make(name), "cpu") == name for make in (overrides.backend, overrides.selector, overrides.per_model)
          for name in ("pytorch", "split", "sub_quad")],
     modes=[_name_of(overrides.sage(mode)) == mode for mode in SAGE_MODES],
@@ -176,6 +177,41 @@ report(
     device=["does not run on cpu" in chosen(make, "cpu") for make in (overrides.sage("auto"), overrides.flash())],
     refused=[refused(attention_function, name) for name in ("os:system", "attention_basic", "sage", *SAGE_MODES)],
 )  # fmt: skip
+
+# Layers with a function that the model file chose: a call tells them the override for it, wherever it gives them its options.
+
+
+class Layer(nn.Module):
+    def __init__(self, function=None):
+        super().__init__()
+        self.choice = nn.Module()
+        self.choice.config, self.choice.function = {"attention": "some"}, function
+
+    def forward(self, x, transformer_options=None):
+        return (transformer_options or {}).get(overrides.OPTIMIZED)
+
+
+def mismatch(*names):
+    try:
+        return functions_of(layers, names)
+    except MirrorError as error:
+        return str(error)
+
+
+layers = nn.ModuleList([Layer(attention_pytorch), Layer(), Layer(functools.partial(attention_pytorch, scale=2))])
+plain, scaled = "attention_pytorch", "attention_pytorch(scale=2)"
+override = {overrides.OPTIMIZED: "all", LAYERS: {plain: "its own", scaled: "scaled"}}
+found = mismatch(plain, scaled)
+report(
+    name="layers",
+    found=found == {plain: attention_pytorch, scaled: layers[2].choice.function} and mismatch(plain, scaled) is found,
+    told=[
+        layer(x, override) == layer(x, transformer_options=override) == name
+        for layer, name in zip(layers, ("its own", "all", "scaled"), strict=True)
+    ],
+    none=layers[0](x) is None and layers[0](x, {overrides.OPTIMIZED: "all"}) == "all",
+    missing="another" in mismatch(plain, scaled, "another"),
+)
 
 # SageAttention needs a GPU: a module that writes down what it is told, and attends exactly.
 told = []

@@ -161,9 +161,12 @@ def _module(model: ModelPatcher) -> None:
 
 
 def _chosen_attention(model: ModelPatcher) -> None:
-    # As ComfyUI 0.38 makes it of an entry in a model file.
+    # As ComfyUI 0.38 makes it of an entry in a model file, but with a function of this pack.
+    def attention_of_a_pack(*args: Any, **kwargs: Any) -> Any:
+        return attention_pytorch(*args, **kwargs)
+
     chosen: Any = torch.nn.Module()
-    chosen.config, chosen.function = {"attention": "comfy_kitchen_int8"}, attention_pytorch
+    chosen.config, chosen.function = {"attention": "of a pack"}, attention_of_a_pack
     model.model.diffusion_model.blocks[0].self_attn.comfy_attention = chosen
 
 
