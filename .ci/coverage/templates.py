@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 PACKAGE = "comfyui_workflow_templates_json"
@@ -75,7 +76,11 @@ class Template:
 
 def installed() -> Iterator[Template]:
     """Every installed template, by name."""
-    folder = resources.files(PACKAGE) / "templates"
+    return templates_in(Path(str(resources.files(PACKAGE))) / "templates")
+
+
+def templates_in(folder: Path) -> Iterator[Template]:
+    """Every template in a folder, by name."""
     for file in sorted(folder.iterdir(), key=lambda file: file.name):
         if file.name.endswith(".json"):
             workflow = json.loads(file.read_text(encoding="utf-8"))
