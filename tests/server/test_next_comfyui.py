@@ -10,11 +10,14 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from support.families import checkpoint_of
+from support.families import checkpoint_of, version
 from support.next_comfyui import make_comfyui
 from support.node_graphs import SERVED, GraphCase, assert_stock, completed
 from support.server import ComfyServer
 
+from cp_runtime.comfyui import TESTED
+
+pytestmark = pytest.mark.skipif(version() != TESTED[0], reason="the copy is made of the oldest version that is tested")
 MODEL = "model.diffusion_model."
 INT8, SOL = {"attention": "comfy_kitchen_int8"}, {"attention": "comfy_kitchen_sol", "tau": 0.25}
 SPARSE, H3, WAN = "BlockSparseAttention", "minimax", "wan_t2v"
