@@ -1,13 +1,18 @@
 // "Use all GPUs in this workflow": puts Apply Context Parallel in front of every sampler and guider of the open graph and its
-// subgraphs, and takes it out again. In the panel, the menu of the canvas, and as a command with a key.
+// subgraphs, and CP VAE Decode and Encode in place of ComfyUI's, and takes them out again. In the panel, the menu of the canvas, and
+// as a command with a key; for what is selected, nodes or groups, as another command and in the menu of a sampler.
 
 import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
+import { choice, foundDevices } from "./devices.js";
 import { t } from "./panel/texts.js";
 
 const APPLY = "ApplyContextParallel";
 const CONFIG = "CPConfig";
 const COMMAND = "ContextParallel.UseAllGPUs";
+const SELECTED = "ContextParallel.UseAllGPUsForSelection";
+const VAES = { VAEDecode: "CPVAEDecode", VAEEncode: "CPVAEEncode" }; // and what takes their place
+const STOCK = Object.fromEntries(Object.entries(VAES).map((pair) => pair.reverse()));
 const SAMPLED = ["LATENT", "GUIDER", "IMAGE", "VIDEO", "AUDIO"]; // what a node gives that samples; one for MODEL to MODEL or SIGMAS does not
 const BYPASSED = 4; // mode of a node
 const INPUT = -10; // what ComfyUI calls the origin of a link that comes from outside of a subgraph
@@ -21,6 +26,10 @@ export function graphs() {
   return [root, ...(root.subgraphs?.values() ?? [])];
 }
 
+// Links of a subgraph that was made in the browser name its edge by text, those of a loaded one by number.
+const fromOutside = (link) => Number(link.origin_id) === INPUT;
+const toOutside = (link) => Number(link.target_id) === OUTPUT;
+
 function linkOf(graph, id) {
   return id === null || id === undefined ? null : graph.getLink(id);
 }
@@ -30,9 +39,9 @@ function samples(node) {
   return node.mode === 0 && !node.subgraph && !given.includes("MODEL") && given.some((type) => SAMPLED.includes(type));
 }
 
-/** The links that bring samplers and guiders of a graph their models. */
-function models(graph) {
-  return graph.nodes.filter(samples).flatMap((node) => {
+/** The links that bring samplers and guiders of a graph their models. `chosen`: of which nodes; all without. */
+function models(graph, chosen) {
+  return graph.nodes.filter((node) => samples(node) && (!chosen || chosen.has(node))).flatMap((node) => {
     const inputs = node.inputs?.filter((input) => input.type === "MODEL") ?? [];
     return inputs.map((input) => linkOf(graph, input.link)).filter(Boolean);
   });
@@ -42,7 +51,7 @@ function models(graph) {
 function applied(graph, link, seen = new Set()) {
   if (!link || seen.has(link)) return false;
   seen.add(link);
-  if (link.origin_id === INPUT) {
+  if (fromOutside(link)) {
     const outside = graphs().flatMap((outer) => outer.nodes.filter((node) => node.subgraph === graph).map((node) => [outer, node]));
     const links = outside.map(([outer, node]) => [outer, linkOf(outer, node.inputs[link.origin_slot]?.link)]);
     return links.length > 0 && links.every(([outer, each]) => applied(outer, each, seen));
@@ -58,18 +67,34 @@ function applied(graph, link, seen = new Set()) {
   return inputs.some((input) => applied(graph, linkOf(graph, input.link), seen));
 }
 
-function missing() {
-  return graphs().map((graph) => [graph, models(graph).filter((link) => !applied(graph, link))]);
+function missing(chosen) {
+  return graphs().map((graph) => [graph, models(graph, chosen).filter((link) => !applied(graph, link))]);
 }
 
 /** Whether there is a sampler, and the model of each is shared out. */
-export function usesAll() {
-  return graphs().some((graph) => models(graph).length > 0) && missing().every(([, links]) => links.length === 0);
+export function usesAll(chosen) {
+  return graphs().some((graph) => models(graph, chosen).length > 0) && missing(chosen).every(([, links]) => links.length === 0);
+}
+
+/** The nodes that are selected, those in selected groups, and all inside of a selected subgraph. */
+function selection() {
+  const chosen = new Set();
+  const add = (node) => {
+    chosen.add(node);
+    node.subgraph?.nodes.forEach(add);
+  };
+  for (const item of app.canvas.selectedItems) {
+    if (item.children) {
+      item.recomputeInsideNodes?.();
+      for (const child of item.children) if (child.inputs || child.outputs) add(child);
+    } else if (item.inputs || item.outputs) add(item);
+  }
+  return chosen;
 }
 
 /** Connect what a link comes from with an input, or a slot of the subgraph's outputs; lines keep their bends. */
 function connect(graph, link, node, slot) {
-  if (link.origin_id === INPUT) return graph.inputNode.slots[link.origin_slot].connect(node.inputs[slot], node, link.parentId);
+  if (fromOutside(link)) return graph.inputNode.slots[link.origin_slot].connect(node.inputs[slot], node, link.parentId);
   return graph.getNodeById(link.origin_id).connect(link.origin_slot, node, slot, link.parentId);
 }
 
@@ -110,26 +135,49 @@ function insert(graph, links) {
   if (configs.length === 1) configs[0].connect(0, node, 1);
 }
 
-function useAll() {
+/** Put nodes of other types in the place of nodes. They keep id, links, title, place and mode; their first inputs are the same. */
+function swap(types, chosen) {
   for (const graph of graphs()) {
+    for (const old of graph.nodes.filter((node) => types[node.type] && (!chosen || chosen.has(node)))) {
+      const node = LiteGraph.createNode(types[old.type]);
+      const same = old.inputs.filter((input, slot) => input.type === node.inputs[slot]?.type && input.name === node.inputs[slot].name);
+      old.inputs.forEach((input, slot) => !same.includes(input) && input.link != null && old.disconnectInput(slot));
+      if (old.title !== old.constructor.title) node.title = old.title;
+      Object.assign(node, { id: old.id, graph, mode: old.mode, pos: [...old.pos] });
+      same.forEach((input, slot) => (node.inputs[slot].link = input.link));
+      node.outputs[0].links = old.outputs[0].links;
+      graph._nodes[graph._nodes.indexOf(old)] = node;
+      graph._nodes_by_id[node.id] = node;
+      old.graph = null;
+      graph.onNodeRemoved?.(old);
+      node.onAdded?.(graph);
+      graph.onNodeAdded?.(node);
+      graph.updateExecutionOrder();
+    }
+  }
+}
+
+function useAll(chosen) {
+  for (const graph of chosen ? [] : graphs()) {
     for (const node of graph.nodes) if (node.type === APPLY && node.mode === BYPASSED) node.mode = 0;
   }
-  for (const [graph, links] of missing()) {
+  for (const [graph, links] of missing(chosen)) {
     const origins = new Set(links.map(originOf));
     for (const origin of origins) insert(graph, links.filter((link) => originOf(link) === origin));
   }
+  swap(VAES, chosen);
 }
 
 /** Take the node out of its links. One that links a subgraph's input with its output stays, and is bypassed. */
 function takeOut(graph, node) {
   const model = linkOf(graph, node.inputs[0]?.link);
   const links = (node.outputs[0]?.links ?? []).map((id) => linkOf(graph, id)).filter(Boolean);
-  if (model?.origin_id === INPUT && links.some((link) => link.target_id === OUTPUT)) {
+  if (model && fromOutside(model) && links.some(toOutside)) {
     node.mode = BYPASSED;
     return;
   }
   for (const link of model ? links : []) {
-    if (link.target_id === OUTPUT) {
+    if (toOutside(link)) {
       const origin = graph.getNodeById(model.origin_id);
       graph.outputNode.slots[link.target_slot].connect(origin.outputs[model.origin_slot], origin);
     } else connect(graph, model, graph.getNodeById(link.target_id), link.target_slot);
@@ -137,10 +185,24 @@ function takeOut(graph, node) {
   graph.remove(node);
 }
 
-function useOne() {
+function useOne(chosen) {
   for (const graph of graphs()) {
-    for (const node of graph.nodes.filter((each) => each.type === APPLY)) takeOut(graph, node);
+    const own = chosen && new Set(models(graph, chosen).map((link) => graph.getNodeById(link.origin_id)));
+    for (const node of graph.nodes.filter((each) => each.type === APPLY && (!own || own.has(each)))) {
+      if (chosen) detach(graph, node, chosen);
+      else takeOut(graph, node);
+    }
   }
+  swap(STOCK, chosen);
+}
+
+/** Give chosen samplers the model from before the node, which stays for others. */
+function detach(graph, node, chosen) {
+  const model = linkOf(graph, node.inputs[0]?.link);
+  const links = (node.outputs[0]?.links ?? []).map((id) => linkOf(graph, id)).filter(Boolean);
+  const own = links.filter((link) => chosen.has(graph.getNodeById(link.target_id)));
+  if (own.length === links.length) return takeOut(graph, node);
+  for (const link of model ? own : []) connect(graph, model, graph.getNodeById(link.target_id), link.target_slot);
 }
 
 /** A node whose pack is missing is saved as it was loaded: it gets the links that it has now. */
@@ -151,38 +213,64 @@ function keepLinks() {
   }
 }
 
+let said = null; // the last message: a new one takes its place
+
 function say(severity, detail) {
-  app.extensionManager.toast.add({ severity, summary: t("use_all.title"), detail, life: 6000 });
+  if (said) app.extensionManager.toast.remove(said);
+  said = { severity, summary: t("use_all.title"), detail, life: 6000 };
+  app.extensionManager.toast.add(said);
 }
 
-/** Use all GPUs, or one again where all are used. One step of undo. */
-export async function toggle() {
-  const answer = await api.fetchApi("/context_parallel/status");
-  const alone = answer.ok ? (await answer.json()).alone : null;
+/** Use all GPUs, or one again where all are used. One step of undo. `chosen`: for these nodes only. */
+async function change(chosen) {
+  const [answer, found] = await Promise.all([api.fetchApi("/context_parallel/status"), foundDevices()]);
+  const { alone, settings } = answer.ok ? await answer.json() : {};
   if (alone) return say("warn", t(`alone.${alone.case}`, alone));
-  const all = usesAll();
-  const count = graphs().flatMap(models).length;
-  if (!count) return say("warn", t("use_all.none"));
+  const all = usesAll(chosen);
+  const count = graphs().flatMap((graph) => models(graph, chosen)).length;
+  if (!count) return say("warn", t(chosen ? "use_all.none_selected" : "use_all.none"));
   app.canvas.emitBeforeChange();
   try {
-    if (all) useOne();
-    else useAll();
+    if (all) useOne(chosen);
+    else useAll(chosen);
     keepLinks();
   } finally {
     app.canvas.emitAfterChange();
     app.canvas.setDirty(true, true);
   }
-  return say("info", all ? t("use_all.taken_out") : t("use_all.done", { count }));
+  if (all) return say("info", t(chosen ? "use_all.taken_out_selected" : "use_all.taken_out"));
+  const { on } = settings ? choice(settings, found.devices) : { on: found.devices };
+  if (on.length < 2) return say("warn", t("use_all.one_is_on", { all: found.devices.length }));
+  return say("info", t(count === 1 ? "use_all.done_one" : "use_all.done", { count, devices: on.length }));
+}
+
+export function toggle() {
+  return change();
+}
+
+function toggleSelection() {
+  return change(selection());
 }
 
 export function label() {
   return usesAll() ? t("use_all.take_out") : t("use_all.put_in");
 }
 
+/** The entry in the menu of a sampler. */
+function itemFor(node) {
+  const chosen = new Set([node]);
+  return { content: t(usesAll(chosen) ? "use_all.take_out_selected" : "use_all.put_in_selected"), callback: () => change(chosen) };
+}
+
 app.registerExtension({
   name: "context_parallel.use_all_gpus",
-  commands: [{ id: COMMAND, label: "Use all GPUs in this workflow, or one again", icon: "pi pi-bolt", function: toggle }],
+  commands: [
+    { id: COMMAND, label: "Use all GPUs in this workflow, or one again", icon: "pi pi-bolt", function: toggle },
+    { id: SELECTED, label: "Use all GPUs for the selection, or one again", icon: "pi pi-bolt", function: toggleSelection },
+  ],
   keybindings: [{ commandId: COMMAND, combo: { key: "g", alt: true, shift: true } }],
-  menuCommands: [{ path: ["Extensions", "Context Parallel"], commands: [COMMAND] }],
+  menuCommands: [{ path: ["Extensions", "Context Parallel"], commands: [COMMAND, SELECTED] }],
   getCanvasMenuItems: () => [null, { content: label(), callback: toggle }],
+  getNodeMenuItems: (node) => (samples(node) && models(node.graph, new Set([node])).length ? [null, itemFor(node)] : []),
+  getSelectionToolboxCommands: (item) => (item.children || item.subgraph ? [SELECTED] : []),
 });

@@ -37,8 +37,8 @@ def saved(page):
     return page.evaluate("() => JSON.parse(JSON.stringify(app.rootGraph.serialize()))")
 
 
-def run(page):
-    page.evaluate("command => app.extensionManager.command.execute(command)", COMMAND)
+def run(page, command=COMMAND):
+    page.evaluate("command => app.extensionManager.command.execute(command)", command)
     toast = page.locator(".p-toast-message")
     toast.wait_for()
     page.evaluate("() => app.extensionManager.toast.removeAll()")
@@ -72,6 +72,14 @@ def added(graph):
     return [(each["id"], node["id"]) for each in graphs(graph) for node in each["nodes"] if node["type"] == APPLY]
 
 
+VAES = {"VAEDecode": "CPVAEDecode", "VAEEncode": "CPVAEEncode"}
+
+
+def with_vaes(found):
+    """The same places with the VAE nodes of this pack."""
+    return {key: (VAES.get(kind, kind), pos) for key, (kind, pos) in found.items()}
+
+
 def origins(graph):
     """Types of the nodes that samplers and guiders get their models from, by sampler."""
     found = {}
@@ -99,7 +107,7 @@ def test_a_template_gets_it_and_gives_it_back(page, name):
     assert all(kinds == [APPLY] * len(kinds) for kinds in origins(during).values())
     assert len(added(during)) == nodes
     assert links(during).total() == links(before).total() + nodes
-    assert {key: place for key, place in places(during).items() if key not in added(during)} == places(before)
+    assert {key: place for key, place in places(during).items() if key not in added(during)} == with_vaes(places(before))
     after = run(page)
     assert (links(after), places(after)) == (links(before), places(before))
     assert run(page) != after
@@ -141,7 +149,7 @@ def test_a_pinned_sampler_stays_where_it_is(page):
     before = saved(page)
     during = run(page)
     assert set(map(tuple, origins(during).values())) == {(APPLY,)}
-    assert places(before).items() <= places(during).items()
+    assert with_vaes(places(before)).items() <= places(during).items()
     page.evaluate("() => app.graph.nodes.forEach(node => node.pin(true))")
     assert not added(run(page))
 
@@ -189,6 +197,111 @@ def test_a_sampler_of_another_pack(page):
     assert links(during).total() == 2
     assert not added(run(page))
     page.evaluate("() => { app.graph.clear(); LiteGraph.unregisterNodeType('SomebodysVideo'); }")
+
+
+MAKE_SUBGRAPH = """kinds => {
+    const graph = app.canvas.graph;
+    const { subgraph } = graph.convertToSubgraph(new Set(graph.nodes.filter(node => kinds.includes(node.type))));
+    return subgraph.id;
+}"""
+
+
+@pytest.mark.parametrize("patch", [None, "ModelSamplingSD3"], ids=["plain", "a patch inside"])
+@pytest.mark.parametrize("nested", [False, True], ids=["one", "nested"])
+def test_a_subgraph_that_was_made_here(page, patch, nested):
+    """Its links name the edge of the subgraph by text. Pressed twice, nothing is left; saved and opened again, it is as it was."""
+    opened(page, template("default"))
+    if patch:
+        page.evaluate(
+            """kind => {
+                const node = LiteGraph.createNode(kind), sampler = app.graph.nodes.find(each => each.type === "KSampler");
+                app.graph.add(node);
+                app.graph.getNodeById(app.graph.getLink(sampler.inputs[0].link).origin_id).connect(0, node, 0);
+                node.connect(0, sampler, 0);
+            }""",
+            patch,
+        )
+    inside = ["KSampler", "VAEDecode", *([patch] if patch else [])]
+    made = [page.evaluate(MAKE_SUBGRAPH, inside)]
+    if nested:
+        made.append(page.evaluate(MAKE_SUBGRAPH, made))
+    page.wait_for_timeout(300)
+    before = saved(page)
+    during = run(page)
+    assert list(origins(during).values()) == [[APPLY]]
+    assert len(added(during)) == 1
+    assert links(during).total() == links(before).total() + 1
+    again = opened(page, during)
+    assert links(again) == links(during)
+    assert not page.evaluate(
+        "() => app.rootGraph.nodes.concat(...[...app.rootGraph.subgraphs.values()].map(each => each.nodes))"
+        ".filter(node => node.type === 'ApplyContextParallel' && node.inputs[0].link == null).length"
+    )
+    after = run(page)
+    assert (links(after), places(after)) == (links(before), places(before))
+
+
+def test_in_front_of_a_subgraph_that_was_made_here(page):
+    """A model that has come through the node outside is shared out inside."""
+    page.evaluate("prompt => app.loadApiJson(prompt, 'test')", flux_prompt(cp={}))
+    page.evaluate(MAKE_SUBGRAPH, ["KSampler"])
+    page.wait_for_timeout(300)
+    before = saved(page)
+    assert len(added(before)) == 1
+    assert not added(run(page))
+
+
+SELECT = "kinds => app.canvas.selectItems(app.graph.nodes.filter(node => kinds.includes(node.id)))"
+FOR_SELECTION = "ContextParallel.UseAllGPUsForSelection"
+
+
+def test_one_sampler_of_two(page):
+    """What is selected alone is changed: a sampler, or all in a group."""
+    prompt = flux_prompt()
+    prompt["other"] = {**prompt["sampler"], "inputs": {**prompt["sampler"]["inputs"]}}
+    page.evaluate("prompt => app.loadApiJson(prompt, 'test')", prompt)
+    page.wait_for_timeout(300)
+    first, second = page.evaluate("() => app.graph.nodes.filter(node => node.type === 'KSampler').map(node => node.id)")
+    before = saved(page)
+    page.evaluate(SELECT, [first])
+    during = run(page, FOR_SELECTION)
+    assert {key[1]: kinds for key, kinds in origins(during).items()} == {first: [APPLY], second: ["UNETLoader"]}
+    run(page)
+    assert all(kinds == [APPLY] for kinds in origins(saved(page)).values())
+    page.evaluate(SELECT, [second])
+    assert origins(run(page, FOR_SELECTION)) == origins(during)
+    menu = page.evaluate(
+        "id => app.collectNodeMenuItems(app.graph.getNodeById(id)).filter(Boolean).map(each => each.content)", first
+    )
+    assert menu == ["Use one GPU for this sampler again"]
+    page.evaluate(
+        """() => {
+            const group = new LiteGraph.LGraphGroup("both");
+            app.graph.add(group);
+            group.resizeTo(app.graph.nodes);
+            app.canvas.selectItems([group]);
+        }"""
+    )
+    assert all(kinds == [APPLY] for kinds in origins(run(page, FOR_SELECTION)).values())
+    assert links(run(page, FOR_SELECTION)) == links(before)
+
+
+def test_what_it_says(page):
+    """How many samplers use how many devices; one message at a time; a device that is off is named."""
+    page.evaluate("prompt => app.loadApiJson(prompt, 'test')", flux_prompt())
+    page.wait_for_timeout(300)
+    toast = page.locator(".p-toast-message")
+    for words in ("1 sampler now uses 2 devices. Press Run.", "This workflow uses one GPU again."):
+        page.evaluate("command => app.extensionManager.command.execute(command)", COMMAND)
+        expect(toast).to_have_count(1)
+        expect(toast).to_contain_text(words)
+    page.evaluate("() => app.extensionManager.toast.removeAll()")
+    page.evaluate("prompt => app.loadApiJson(prompt, 'test')", flux_prompt(cp={"devices": "cpu:0"}))
+    page.evaluate("kind => { app.graph.nodes.find(node => node.type === kind).mode = 4; }", APPLY)
+    page.wait_for_timeout(300)
+    page.evaluate("command => app.extensionManager.command.execute(command)", COMMAND)
+    expect(toast).to_contain_text("1 of 2 devices is on")
+    page.evaluate("() => app.extensionManager.toast.removeAll()")
 
 
 def test_a_workflow_without_a_sampler_says_so(page):
