@@ -194,6 +194,6 @@ def _error(out: Tensor, expected: Tensor) -> float:
     if not expected.is_floating_point() or not expected.numel():
         return 0.0 if torch.equal(out, expected) else torch.inf
     exact = torch.promote_types(expected.dtype, torch.float32) == expected.dtype
-    difference, spread = (out - expected).double(), _spread(expected.double())
+    difference, spread = (out - expected).cpu().double(), _spread(expected.cpu().double())  # some GPUs have no float64
     size = difference.abs().max() / TOLERANCE if exact else difference.square().mean().sqrt() / HALF_TOLERANCE
     return float((size / spread).nan_to_num(torch.inf))

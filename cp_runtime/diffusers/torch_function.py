@@ -63,8 +63,9 @@ class SharedAttention(TorchFunctionMode):
     @not_compiled
     def _mean(self, values: Tensor) -> Tensor:
         """Return the mean over the elements of all ranks, the same on each: caches use it to choose the same path."""
-        own = self._call.owned(values).double()
-        counted = torch.stack([own.sum(), own.new_tensor(own.numel())])[None]
+        own = self._call.owned(values)
+        total = own.sum(dtype=torch.float32 if own.device.type == "xpu" else torch.float64)  # some of Intel's GPUs have no float64
+        counted = torch.stack([total, torch.full_like(total, own.numel())])[None]
         (rows,) = self._everyone.all_gather([counted], [1] * self._everyone.size, 0)
         return rows[:, 0].sum() / rows[:, 1].sum()
 

@@ -79,7 +79,7 @@ class Listener:
             self._take(wire)
         except Refused as error:
             log.warning("%s, and was told nothing", error)
-        except (OSError, ContextParallelError, LookupError, TypeError, ValueError) as error:
+        except (OSError, ContextParallelError, LookupError, TypeError, ValueError, OverflowError) as error:
             log.info("a connection from %s has ended: %s", address, error)
         finally:
             (sock if wire is None else wire).close()

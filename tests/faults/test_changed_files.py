@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from support.graphs import flux_prompt
+from support.graphs import MODEL, flux_prompt
 from support.latents import assert_close
 from support.server import CUSTOM_NODES, ComfyServer
 
@@ -189,6 +189,7 @@ def test_a_file_that_is_overwritten_while_ranks_use_it(file_server, models, pict
     assert_close(latent(file_server), pictures[1])
 
 
+@pytest.mark.bits("the stock path twice")
 @pytest.mark.parametrize("first", [None, CP], ids=["stock", "ranks"])
 def test_comfyui_alone_uses_no_mixture_either(file_server, models, pictures, first):
     """What it has to itself stays as it is; what it shares with the ranks is pages of the file."""
@@ -199,6 +200,21 @@ def test_comfyui_alone_uses_no_mixture_either(file_server, models, pictures, fir
     else:
         assert CHANGED in error(file_server)
         assert (latent(file_server) == pictures[1]).all()
+
+
+@pytest.mark.parametrize("cp", [None, CP], ids=["stock", "ranks"])
+def test_a_file_that_is_overwritten_before_its_model_is_merged(file_server, models, pictures, cp):
+    """What ComfyUI's process holds of it is pages of the file since ranks have had it."""
+    shutil.copy(models / "original", model_file(models).with_name("second.safetensors"))
+    other = {"other": ("UNETLoader", {"unet_name": "flux.safetensors", "weight_dtype": "default"})}
+    merge = ("ModelMergeSimple", {"model1": MODEL, "model2": ["other", 0], "ratio": 0.3})
+    graph = {"ckpt": "second", "others": other, "model_nodes": [merge], "cp": cp}
+    latent(file_server, cp=CP)
+    in_place(models)
+    assert CHANGED in error(file_server, **graph)
+    file_server.free_first()
+    merged = latent(file_server, **graph)
+    assert (merged - pictures[0]).abs().max() > 0.1 * merged.std()
 
 
 LONG = {"steps": 900, "width": 128, "height": 128}
@@ -240,6 +256,7 @@ def test_ranks_keep_a_file_that_another_one_replaces(file_server, models, placem
     assert_close(latent(file_server, cp=cp), expected)
 
 
+@pytest.mark.bits("the same call twice")
 def test_ranks_keep_a_lora_whose_file_is_overwritten(file_server, models):
     cp = {"cp": CP, "loras": [("flux_lora", 0.7)]}
     before = latent(file_server, **cp)

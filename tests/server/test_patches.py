@@ -292,6 +292,23 @@ def test_refused_by_name(name, served, place, server, family_checkpoints):
     server.fails(completed(case.at(place).build(cp={"world_size": 2}), server), *words, "Remove that node", "on_unsupported")
 
 
+CHANGED = {"class_of_a_network": "SigLIPMultiFeatProjModel.forward", "class_of_a_patch": "UsoStyleProjectorPatch.__call__"}
+
+
+def test_classes_of_a_patch_that_a_pack_changed(server):
+    """The ranks import them as they are, as they do the model's."""
+    case = MIRRORED["USOStyleReference"]
+    try:
+        for kind, method in CHANGED.items():
+            nodes = [(case.node, case.inputs), ("TestPatch", {"kind": kind})]
+            prompt = completed(case.graph(cp={"world_size": 2}, model_nodes=nodes, others=case.others), server)
+            said = server.fails(prompt, "the node pack context-parallel-test-nodes replaced", "Disable that node pack")
+            assert f"nodes_model_patch.{method}" in said.exception_message
+    finally:
+        server.run(flux_prompt(model_nodes=[("TestPatch", {"kind": "class_restored"})])).check()
+    assert_stock(server, case.at("model_nodes"), {"world_size": 2})
+
+
 TITLES = {
     "in front": ("WanVideoNAG", "another field", "My chunks (TestOtherVersion) replaced diffusion_model.blocks.0.ffn.forward"),
     "twice": ("TestOtherVersion", "another field", "TestOtherVersion replaced diffusion_model.blocks.0.ffn.forward"),

@@ -100,6 +100,7 @@ def test_models_that_the_workers_cannot_have(kind, words, off_server):
     off_server.fails(flux_prompt(cp={"world_size": 2}, model_nodes=[("TestPatch", {"kind": kind})]), words)
 
 
+@pytest.mark.bits("the stock path twice")
 def test_classes_that_a_pack_changed(off_server):
     """The pack is named, before any process starts, also by a graph without a node of it; one device computes as without us."""
     plain, changed = wan_prompt(), {"model_nodes": [("TestPatch", {"kind": "class"})]}

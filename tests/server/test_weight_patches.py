@@ -142,6 +142,7 @@ def test_lora_for_control_images(weights, server, loras):
         assert_close(other, one)
 
 
+@pytest.mark.bits("ComfyUI's own patching on the same processor")
 def test_a_patched_model_is_saved_once_patched(server, loras):
     """ComfyUI's process has some of its weights patched already."""
     saved = []

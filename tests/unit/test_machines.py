@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 import time
+from types import SimpleNamespace
 from unittest.mock import ANY
 
 import pytest
@@ -17,6 +18,7 @@ from cp_runtime.comfy.shared.recipe import describe, relocate
 from cp_runtime.errors import ConfigError, MirrorError, PoolError
 from cp_runtime.machines import meeting
 from cp_runtime.machines import wire as wires
+from cp_runtime.machines.bridge import Bridge
 from cp_runtime.machines.facts import differences
 from cp_runtime.machines.host import Machines
 from cp_runtime.machines.listener import Listener
@@ -26,6 +28,7 @@ from cp_runtime.machines.wire import Code, Wire, interface_of
 from cp_runtime.pool.board import Board, Progress
 from cp_runtime.pool.channel import Channel, SharedBlock, ready
 from cp_runtime.pool.config import DeviceInventory, RuntimeConfig, WorkerSite
+from cp_runtime.pool.launcher import memory_file
 from cp_runtime.pool.messages import Done, Load, pack, unpack
 
 FACTS = {"pack": "1", "comfyui": "0.30", "torch": "2.11", "nccl": "2.28", "comfy-kitchen": "1", "kind": "cuda", "dtypes": "float32"}
@@ -234,6 +237,19 @@ def test_a_hello_of_a_wrong_type_ends_its_connection_only(changes, machines):
     wire.close()
 
 
+def test_a_port_that_cannot_be_ends_its_connection_only(monkeypatch):
+    failed = []
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+    with meeting.being_met("127.0.0.1", "token") as there:
+        for back in (["127.0.0.1", 1 << 70], ["127.0.0.1", 1 << 16], ["127.0.0.1"], None):
+            with contextlib.closing(Wire.connect(Code("127.0.0.1", there.port, "token"))) as wire:
+                wire.send({"back": back})
+                with pytest.raises(OSError, match=r"closed|reset"):
+                    wire.receive()
+    wait_for(lambda: not any(thread.name == "context-parallel-greeting" for thread in threading.enumerate()), 5)
+    assert failed == []
+
+
 @pytest.mark.parametrize("addresses", [1, 40])
 def test_strangers_keep_nobody_out(addresses, machines):
     """They may hold as many connections as they like, without the code."""
@@ -341,6 +357,27 @@ def test_a_load_reaches_ranks_by_a_file_that_is_here_only(changes, folders):
         assert rank.receive().message.recipe["path"] == f"{there['diffusion_models'][0]}/flux/the model.sft"
     for end in (rank, ours, host, other):
         end.close()
+
+
+def test_patches_of_more_than_two_gigabytes_are_sent_whole():
+    """One read of a file returns less. Nothing of this one is read: it is a hole."""
+    sent = []
+
+    def send(packet, *parts, **_):
+        sent.extend(len(part) for part in parts)
+
+    machine = SimpleNamespace(wire=SimpleNamespace(send=send), owner=SimpleNamespace(describe=lambda recipe: {}))
+    blocks = {name: SharedBlock() for name in ("request_fd", "board_fd", "store_fd")}
+    Board(blocks["board_fd"], 2)
+    bridge = Bridge(machine, "p", 2, {name: block.fd for name, block in blocks.items()})
+    with memory_file() as patches:
+        patches.truncate((1 << 31) + 1)
+        load = pack(Load(key="k", recipe={}, patches=[], patches_uuid="u", memory=(os.getpid(), patches.fileno())))
+        bridge._send(unpack(load))
+    assert sent == [len(load), (1 << 31) + 1]
+    bridge._close()
+    for block in blocks.values():
+        block.close()
 
 
 def test_what_a_rank_noted_arrives_before_its_report():

@@ -123,6 +123,10 @@ def test_a_fake_device(case, run_on_cards):
 
 def test_a_comparison_needs_no_float64_on_the_device(run_on_cards):
     program = """
+from types import SimpleNamespace
+
+from cp_runtime.diffusers.agreement import _error
+from cp_runtime.diffusers.torch_function import SharedAttention
 from cp_runtime.nested import difference
 a, b = torch.ones(8, device="xpu"), torch.arange(8.0, device="xpu")
 try:
@@ -132,5 +136,8 @@ except RuntimeError as error:
 else:
     raise AssertionError("not refused")
 assert difference(a, b) == difference(a.cpu(), b.cpu()) > 0.1
+assert _error(a, b) == _error(a.cpu(), b.cpu()) > 0.1
+alone = SimpleNamespace(size=1, all_gather=lambda parts, *_: parts)
+assert SharedAttention(SimpleNamespace(owned=lambda values: values), alone)._mean(b).item() == 3.5
 """
     run_on_cards(program, 'type="xpu"')

@@ -257,11 +257,19 @@ def changes_of(model: nn.Module, again: bool = True) -> list[Change]:
     model's current modules, not only the classes found before."""
     comparison = None if again else _compared.get(model)
     if comparison is None:
-        classes = frozenset(type(module) for module in model.modules())
-        comparison = _known.get(classes)
-        if comparison is None or comparison.changes or not comparison.holds():
-            comparison = _known[classes] = Comparison(set(classes))
-        _compared[model] = comparison
+        comparison = _compared[model] = _comparison_of(frozenset(type(module) for module in model.modules()))
     elif comparison.changes or not comparison.holds():
         return changes_of(model)
     return comparison.changes
+
+
+def changes_in(classes: frozenset[type]) -> list[Change]:
+    """Return the differences between this process and the files of some classes, and of all they use."""
+    return _comparison_of(classes).changes
+
+
+def _comparison_of(classes: frozenset[type]) -> Comparison:
+    comparison = _known.get(classes)
+    if comparison is None or comparison.changes or not comparison.holds():
+        comparison = _known[classes] = Comparison(set(classes))
+    return comparison

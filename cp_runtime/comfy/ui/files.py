@@ -63,9 +63,10 @@ def share_file_pages(patcher: Any, recipe: Recipe) -> int:
 def guard(model: Any, files: ModelFiles) -> None:
     """Check before ComfyUI uses a model, and after each of its calls, that its files have not changed.
 
-    ComfyUI asks a model for its dtype before it loads it and in every call, whichever patcher it uses.
+    ComfyUI asks a model for its dtype before it loads it and in every call, whichever patcher it uses; and the transformer for all
+    of its weights before it merges or saves them.
     """
-    owner, stock = weakref.ref(model), type(model)
+    owner, stock, network = weakref.ref(model), type(model), weakref.ref(model.diffusion_model)
 
     @reloading_changed_files()
     def get_dtype() -> Any:
@@ -77,4 +78,10 @@ def guard(model: Any, files: ModelFiles) -> None:
         with files.unchanged():
             return stock.apply_model(owner(), *args, **kwargs)
 
-    model.get_dtype, model.apply_model = get_dtype, apply_model
+    @reloading_changed_files()
+    def state_dict(*args: Any, **kwargs: Any) -> Any:
+        files.check()
+        found: Any = network()
+        return type(found).state_dict(found, *args, **kwargs)
+
+    model.get_dtype, model.apply_model, model.diffusion_model.state_dict = get_dtype, apply_model, state_dict

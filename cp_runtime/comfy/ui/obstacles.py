@@ -6,7 +6,7 @@ only in the UI process, and must be refused: a sharded forward would silently ru
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import comfy.controlnet
@@ -26,7 +26,7 @@ from ...pool.settings import STAGED
 from ..shared.patches import applied_patches, encode_weight_patches
 from ..shared.weights import PREFIX
 from .attention import ChosenAttention, attention_of
-from .changed_code import changes_of
+from .changed_code import Change, changes_in, changes_of
 from .options import compile_settings
 from .patches import PatchSet
 from .recipes import recipe_of
@@ -94,7 +94,7 @@ def check_call(patcher: Any, control: Mapping[str, Any] | None) -> None:
     _check_attached(patcher)
     _check_control(patcher.model.diffusion_model, control)
     check_own_forward(patcher.model.diffusion_model)
-    _check_imported(patcher.model.diffusion_model, again=False)
+    _refuse(changes_of(patcher.model.diffusion_model, again=False))
 
 
 def options_for_ranks(
@@ -106,9 +106,13 @@ def options_for_ranks(
             raise UnsupportedError("autoregressive sampling keeps state inside the transformer.")
         in_patches, model = config.pipeline is not None and config.pipeline.patches > 1, patcher.model.diffusion_model
         attention, options = attention_of(options, model, config, TORCH_COMPILE_KWARGS in patcher.model_options, again)
-        return PatchSet.of(options, model, latent, patcher, in_patches), attention
+        patches = PatchSet.of(options, model, latent, patcher, in_patches)
     except UnsupportedError as error:
         raise UnsupportedError(f"{error} {_REMEDY}") from error
+    _refuse(changes_in(patches.classes))  # the ranks rebuild them by name, and their networks
+    for network in patches.networks.values():
+        _refuse(changes_of(network, again=False))
+    return patches, attention
 
 
 def compile_of(patcher: Any) -> CompileSettings | None:
@@ -153,12 +157,12 @@ def check_code(model: nn.Module, patched: Collection[str] = (), made_by_pack: bo
             raise UnsupportedError(f"a node put hooks on {where}. {_REMEDY}")
         if pack := packs.get(cls):
             raise UnsupportedError(f"the node pack {pack} put its {cls.__name__} in the place of {where}. {_REMEDY}")
-    _check_imported(model)
+    _refuse(changes_of(model))
 
 
-def _check_imported(model: nn.Module, again: bool = True) -> None:
-    """Refuse foreign code in this process where a model computes with it. `again`: see `changes_of`."""
-    for change in changes_of(model, again):
+def _refuse(changes: Iterable[Change]) -> None:
+    """Refuse foreign code in this process, which a model or a patch computes with."""
+    for change in changes:
         pack = pack_of(change.file)
         if is_comfy(change.file):
             raise UnsupportedError(f"{change.file} changed on disk after ComfyUI had imported it ({change.what}). Restart ComfyUI.")

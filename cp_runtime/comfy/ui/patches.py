@@ -44,11 +44,13 @@ class PatchSet:
     Args:
         encoded: their form in `transformer_options`: plain data and tensors; empty if there are none.
         networks: their networks, by key.
+        classes: those of the patches that are objects.
         mixes_batch: one of them needs all items of the batch.
     """
 
     encoded: Mapping[str, Any] = field(default_factory=dict)
     networks: Mapping[str, nn.Module] = field(default_factory=dict)
+    classes: frozenset[type] = frozenset()
     mixes_batch: bool = False
 
     @classmethod
@@ -87,7 +89,8 @@ class PatchSet:
         _check_plain(encoded, encoder.modules)
         mixes_batch = any(kind.mixes_batch for kind in kinds)
         mixes_batch |= any(MIRRORED[entry["name"]].mixes_batch for entry in encoder.entries)
-        return cls(encoded=encoded, networks=encoder.modules, mixes_batch=mixes_batch)
+        classes = frozenset(type(patch) for patch, _ in checked if not isinstance(patch, FunctionType))
+        return cls(encoded=encoded, networks=encoder.modules, classes=classes, mixes_batch=mixes_batch)
 
 
 def _check(where: str, patch: Any, model: nn.Module) -> Patch:

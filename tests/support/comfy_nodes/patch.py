@@ -137,17 +137,36 @@ def _other_class(model: ModelPatcher) -> None:
 
 def _class(model: ModelPatcher) -> None:
     # For good and for all models of the class, as packs do at import.
-    stock = WanModel.forward_orig
+    _replace(WanModel, "forward_orig")
 
-    def forward_orig(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return stock(self, *args, **kwargs) * FACTOR
 
-    vars(forward_orig)["stock"] = stock
-    WanModel.forward_orig = forward_orig
+def _class_of_a_patch(model: ModelPatcher) -> None:
+    (made,) = model.model_options["transformer_options"]["patches"]["post_input"]
+    _replace(type(made), "__call__")
+
+
+def _class_of_a_network(model: ModelPatcher) -> None:
+    (made,) = model.model_options["transformer_options"]["patches"]["post_input"]
+    _replace(type(made.model_patch.model), "forward")
+
+
+_replaced: list[tuple[type, str, Callable[..., Any]]] = []
+
+
+def _replace(cls: Any, method: str) -> None:
+    stock = getattr(cls, method)
+
+    def foreign(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out = stock(self, *args, **kwargs)
+        return out * FACTOR if isinstance(out, torch.Tensor) else out
+
+    setattr(cls, method, foreign)
+    _replaced.append((cls, method, stock))
 
 
 def _class_restored(model: ModelPatcher) -> None:
-    WanModel.forward_orig = vars(WanModel.forward_orig).pop("stock", WanModel.forward_orig)
+    while _replaced:
+        setattr(*_replaced.pop())
 
 
 def _module(model: ModelPatcher) -> None:
@@ -250,6 +269,8 @@ KINDS: dict[str, Callable[[ModelPatcher], Any]] = {
     "other_class": _other_class,
     "unknown_option": lambda model: model.model_options["transformer_options"].update(test_option=object()),
     "class": _class,
+    "class_of_a_patch": _class_of_a_patch,
+    "class_of_a_network": _class_of_a_network,
     "class_restored": _class_restored,
     "module": _module,
     "chosen_attention": _chosen_attention,
@@ -273,8 +294,9 @@ def TestPatch(model: Any, kind: str) -> Any:
     `diffusion_model_wrapper`. Inside it: all others. `attn2_patch` and `double_block` are called by Wan,
     `attn1_output_patch` and `post_input` by Flux. `no_recipe`, `foreign_recipe`, `subclass` and `multigpu` make the
     model look as other loaders and MultiGPU CFG Split leave it; `changed_weight` changes a weight in place, for good,
-    and `other_class` the class of the transformer, `class` a method of all Wan models until `class_restored`, `module` and
-    `chosen_attention` modules of the transformer. `unstamped` makes it a model that a pack loaded by a function which it had
+    and `other_class` the class of the transformer, `class` a method of all Wan models until `class_restored`,
+    `class_of_a_patch` and `class_of_a_network` those of a patch behind the first layer, `module` and `chosen_attention` modules of
+    the transformer. `unstamped` makes it a model that a pack loaded by a function which it had
     imported before.
     `recorded` fails where ComfyUI records what is allocated. `clone_to_sample` has ComfyUI load a clone that is gone at once,
     `changed_clone_to_sample` one with another input layer; `unload_while_sampling` has it unload all models before every call;
