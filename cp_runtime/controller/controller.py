@@ -201,6 +201,8 @@ class Controller:
         try:
             if staged is None:
                 log.info("running this call once more, on one device, to compare with")
+                if asked:
+                    journal.forget()
                 alone = workers.measure(config, target, call, journal.run, lambda: cancelled() or not journal.measuring)
                 if alone is None:
                     journal.measured("memory")

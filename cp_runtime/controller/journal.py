@@ -91,6 +91,11 @@ class Journal:
         self.node = node
         self.changed.set()
 
+    def begin_run(self, run: RunStats, node: Node | None) -> None:
+        """Record the start of a sampling run, on one device or on several, and its node."""
+        self.run, self.node = run, node or self.node
+        self.changed.set()
+
     def bypassed(self, before: RunStats) -> None:
         """Record the start of a prompt that samples without this pack: the previous run's figures no longer apply. A run that has
         begun since keeps its figures. `before`: the run before the prompt was checked."""
@@ -101,6 +106,12 @@ class Journal:
         """Measure a call of the next run on one device."""
         self.measuring, self._obstacle = True, (None, "")
         self.changed.set()
+
+    def forget(self) -> None:
+        """Forget the measurements on one device of runs like this one: one that was asked for begins anew."""
+        if self.run.kind is not None:
+            for who in (self.run.machine, self.run.one_rank):
+                self._times.forget(self.run.kind, who)
 
     def cancel_measuring(self) -> None:
         """Measure no call, neither in the next run nor in this one, where one may be in progress."""
@@ -143,6 +154,7 @@ class Journal:
             unit=run.unit,
             steps=run.steps,
             calls=run.done,
+            limit=run.limit,
         )
 
 

@@ -34,8 +34,8 @@ OBSTACLES = {
 WORDS = {
     "one_device": "on one {unit}",
     "compared": "{times} × as fast as one {unit}",
-    # The one device had other work, or another attention kernel, or too little memory for the weights.
-    "too_fast": "{times} × as fast as one {unit} (more than {ranks} can gain: measure again)",
+    # It had other work meanwhile, or too little memory: a figure would say more than several devices can gain.
+    "disturbed": "not compared with one {unit}: the comparison was disturbed, measure again",
     "too_few": "known after two calls",
     "not_measured": "not compared with one {unit} yet",
     "obstacle": "not compared with one {unit}: {obstacle}",
@@ -101,6 +101,7 @@ class RunStats:
             None if unmeasured.
         patched: calls in patches, which are approximate.
         replayed: calls that every rank replayed as a CUDA graph.
+        limit: speed-up that the ranks' shares allow over the first of them; 0 = as many as take part.
         count, rank_0, times: calls on the ranks, and sums of rank 0's reports and of `time_by_rank`. The first call, which may
             include loading or warm-up, is in them only while it is alone.
     """
@@ -112,6 +113,7 @@ class RunStats:
         self.machine, self.unit, self.one_rank = machine, unit, ""
         self.difference: float | None = None
         self.steps = 0
+        self.limit = 0.0
         self.last: CallRecord | None = None
         self.rank_0: dict[str, float] = {}
         self.times: list[dict[str, float]] = []
@@ -214,13 +216,20 @@ class Speed:
     # steps, calls: of the run, once it is over
     steps: int = 0
     calls: int = 0
+    limit: float = 0.0  # largest speed-up that there can be; 0 = `ranks`
+
+    @property
+    def possible(self) -> Sequence[float]:
+        """The measurements on one device whose speed-up there can be, as far as the figure shown tells."""
+        most = self.limit or self.ranks
+        return [each for each in self.alone if not self.per_call or round(each / self.per_call, 1) <= round(most, 1)]
 
     @property
     def on_one_device(self) -> float | None:
         """Median of the seconds on one device, or this run's value if it ran there; None = unmeasured."""
         if self.ranks == 1:
             return self.per_call
-        return median(self.alone) if self.alone else None
+        return median(self.possible) if self.possible else None
 
     @property
     def times(self) -> float | None:
@@ -235,9 +244,9 @@ class Speed:
         if self.ranks == 1:
             return "one_device"
         if self.times is not None:
-            return "compared" if round(self.times, 1) <= self.ranks else "too_fast"
-        if self.on_one_device is not None:
-            return "too_few"
+            return "compared"
+        if self.alone:
+            return "too_few" if self.possible else "disturbed"
         return "obstacle" if self.obstacle else "not_measured"
 
     @property
@@ -247,8 +256,8 @@ class Speed:
         times, cases = self.times, [self.case]
         parts: dict[str, Any] = {"cases": cases, "ranks": self.ranks, "unit": self.unit, "obstacle": self.obstacle}
         if times is not None and self.per_call:
-            low, high = (f"{seconds / self.per_call:.1f}" for seconds in (min(self.alone), max(self.alone)))
-            parts |= {"times": f"{times:.1f}", "low": low, "high": high, "count": len(self.alone)}
+            low, high = (f"{seconds / self.per_call:.1f}" for seconds in (min(self.possible), max(self.possible)))
+            parts |= {"times": f"{times:.1f}", "low": low, "high": high, "count": len(self.possible)}
             if low != high:
                 cases.append("spread")
         if self.steps and self.per_call:

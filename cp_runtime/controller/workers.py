@@ -159,6 +159,7 @@ class Workers:
             raise
         with _harmless():
             run.one_rank = chooser.who(ranks, 1)
+            run.limit = sum(ranks.shares[:count]) / ranks.shares[0] if ranks.shares else 0.0
             self._add(kind, chooser.who(ranks, count), record, run)
             report = record.reports[0]
             if report.outcome.work is not None:

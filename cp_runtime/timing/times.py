@@ -61,6 +61,10 @@ class Times:
             remember(self._samples, name, samples)
             remember(self._changed, name, samples)
 
+    def forget(self, kind: str, who: str) -> None:
+        if self._samples.pop(_name(kind, who), ()):
+            remember(self._changed, _name(kind, who), ())
+
     def save(self) -> None:
         if self._changed:
             changed, self._changed = self._changed, {}

@@ -18,7 +18,7 @@ CP = {"world_size": 2}
 STATUS, RESTART, MEASURE, SETTINGS, MACHINES = (
     f"/context_parallel/{name}" for name in ("status", "restart", "measure", "settings", "machines")
 )
-BYPASSED = "without Context Parallel in this run"
+BYPASSED, WAITING = "without Context Parallel in this run", "waiting for this run"
 LONG = {"width": 512, "height": 512, "steps": 60}
 
 
@@ -100,18 +100,37 @@ def test_a_run_on_one_device_needs_no_workers_and_is_told(off_server):
     assert off_server.status()["last_error"] is None  # that of a run before
 
 
-def test_a_run_without_the_pack_clears_what_the_one_before_came_to(pool_server, expected):
+@pytest.mark.parametrize("node", ["KSampler", "CPSampler"])
+def test_a_run_without_the_pack_clears_what_the_one_before_came_to(node, pool_server, expected):
     """On node and panel: as after Ctrl-B on Apply Context Parallel."""
     since = time.monotonic()
-    pool_server.run(flux_prompt(cp=CP, steps=4)).check()
+    pool_server.run(flux_prompt(cp=CP, steps=4, node=node)).check()
     pool_server.wait_event(lambda event: event.type == "text" and " s per call · 2 ranks" in event.data[1], since=since)
     assert pool_server.wait_status(lambda status: status["speed"] is not None)["last_call"]["at_work"] == 2
     since = time.monotonic()
-    pool_server.run(flux_prompt(steps=4)).check()
+    pool_server.run(flux_prompt(steps=4, node=node)).check()
     pool_server.wait_event(lambda event: event.type == "text" and event.data == ("sampler", BYPASSED), since=since)
+    if node == "CPSampler":  # its report measures the run
+        return
     pool_server.wait_event(lambda event: event.type == "context_parallel.status" and event.data["speed"] is None, since=since)
     status = pool_server.status()
     assert (status["speed"], status["last_call"]) == (None, None)
+
+
+def test_a_run_on_one_device_takes_the_place_of_one_on_several(pool_server, expected):
+    """The text under the sampler is of this run from its beginning on."""
+    pool_server.run(flux_prompt(cp=CP, steps=3)).check()
+    since = time.monotonic()
+    pool_server.run(flux_prompt(cp={"world_size": 1}, steps=3, seed=7)).check()
+    texts = []
+
+    def told(event):
+        texts.extend([event.data[1]] if event.type == "text" and event.data[0] == "sampler" and event.time >= since else [])
+        return bool(texts) and texts[-1].startswith("3 steps in ") and "on one process" in texts[-1]
+
+    pool_server.wait_event(told, since=since)
+    assert texts[0] == WAITING
+    assert not any("2 ranks" in text for text in texts)
 
 
 def test_idle(pool_server, expected):

@@ -1,5 +1,7 @@
 """What the status and reports are made of: sums instead of lists, and messages that anyone may read."""
 
+from dataclasses import replace
+
 import pytest
 from support.reports import call_report
 
@@ -123,8 +125,8 @@ def test_the_repetition_of_a_call_is_no_part_of_its_run(journal, file, monkeypat
         now += 0.5  # the sampler
     assert not journal.measuring
     assert timer.per_call == pytest.approx((3 * 2.0 + 2 * 0.5) / 3)
-    assert journal.speed.on_one_device == 6.5
-    assert journal.speed.words == "2.8 × as fast as one device (more than 2 can gain: measure again)"
+    assert (journal.alone, journal.speed.on_one_device) == ((6.5,), None)
+    assert journal.speed.words == "not compared with one device: the comparison was disturbed, measure again"
     assert not file.exists()  # none is written between calls
     journal.end_run()
     again = Journal(Times(file))
@@ -158,7 +160,12 @@ def test_what_cannot_be_measured_says_why_until_another_kind_runs(journal):
         ),
         (
             Speed(ranks=2, per_call=0.5, alone=[0.9, 0.95, 5.0], unit="gpu", steps=20, calls=40),
-            "20 steps in 20 s instead of about 38 s: 1.9 × as fast as one GPU (1.8 to 10.0 in 3 measurements)",
+            "20 steps in 20 s instead of about 37 s: 1.9 × as fast as one GPU (1.8 to 1.9 in 2 measurements)",
+        ),
+        (Speed(ranks=2, per_call=0.5, alone=[1.5], limit=3.0), "3.0 × as fast as one device"),  # that one is the slow one
+        (
+            Speed(ranks=2, per_call=0.4, alone=[3.0], steps=8, calls=8),
+            "8 steps in 3.2 s: not compared with one device: the comparison was disturbed, measure again",
         ),
         (Speed(ranks=2, per_call=0.45, steps=20, calls=20), "20 steps in 9 s: not compared with one device yet"),
         (Speed(ranks=1, per_call=0.45, unit="gpu", steps=20, calls=20), "20 steps in 9 s: on one GPU"),
@@ -168,17 +175,31 @@ def test_speed_in_words(speed, words):
     assert speed.words == words
 
 
+def test_one_that_is_asked_for_begins_anew(journal, file):
+    journal.run = a_run()
+    journal.run.add(record((2.0, 1.0), (2.0, 1.0)))
+    on_one_rank(journal, 2.5)
+    journal.end_run()
+    journal.forget()
+    assert journal.alone == ()
+    on_one_rank(journal, 2.0)
+    journal.end_run()
+    again = Journal(Times(file))
+    again.run = journal.run
+    assert again.alone == (2.0,)
+
+
 def test_what_was_measured_again_and_again_counts_with_its_median(journal, file):
-    for seconds in (6.0, 2.0, 2.5):
+    for seconds in (3.0, 2.0, 2.5):
         journal.run = a_run()
         journal.run.add(record((2.0, 1.0), (2.0, 1.0)))
         on_one_rank(journal, seconds)
         journal.measured()
         journal.end_run()
-    assert journal.speed.on_one_device == 2.5
+    assert replace(journal.speed, per_call=2.0).on_one_device == 2.5
     again = Journal(Times(file))
     again.run = journal.run
-    assert again.alone == journal.alone == (6.0, 2.0, 2.5)
+    assert again.alone == journal.alone == (3.0, 2.0, 2.5)
 
 
 def test_runs_are_measured_by_themselves_once_and_where_that_is_a_small_part_of_them(journal, monkeypatch):

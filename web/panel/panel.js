@@ -9,7 +9,7 @@ import { rankList } from "./ranks.js";
 import { find, t } from "./texts.js";
 import { label, toggle, usesAll } from "../use_all_gpus.js";
 
-const UNKNOWN = { parts: { cases: ["not_measured"], unit: "device" } }; // speed of a run that has not begun
+const UNKNOWN = { parts: { cases: ["no_run"], unit: "device" } }; // speed of a run that has not begun
 const BUSY = ["starting", "loading", "computing"];
 
 /** The panel; its `update` takes the status and what this page is doing about the workers at the moment. */

@@ -113,7 +113,8 @@ def timed(patcher: Any) -> Any:
     def prepare(executor: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal timer
         machine = f"{device_name(torch.device(device))}, {device_driver()}"
-        timer = CONTROLLER.journal.run = RunStats(recipe_key(model), machine, unit)
+        timer = RunStats(recipe_key(model), machine, unit)
+        CONTROLLER.journal.begin_run(timer, executing_node())
         return executor(model, *args, **kwargs)
 
     def sample(

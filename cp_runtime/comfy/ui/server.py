@@ -8,6 +8,7 @@ import json
 import logging
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from aiohttp import web
@@ -25,9 +26,8 @@ EVENT = "context_parallel.status"
 LOOK = 1.0  # seconds between two polls: a dead rank and a prompt without workers cause no notification
 PAUSE = 0.2  # seconds at least between two events
 GRAIN = 16 << 20  # bytes; less is not worth an event
-SAMPLING = ("ApplyContextParallel", "CPSampler")
-"""Nodes of this pack; a prompt without them samples without it."""
 BYPASSED = "without Context Parallel in this run"
+WAITING = "waiting for this run"
 
 
 def add_routes(server: Any) -> None:
@@ -152,27 +152,36 @@ class Events:
             self._user = node, self._server.client_id
         for user, client in (before, self._user):
             # The browser leaves a text unchanged, and accepts no empty one.
-            self._say(ending(self._server, user) or (now["activity"] if user == node else node_text(user)), user, client)
+            self._say(ending(self._server, user) or ((user == node and now["activity"]) or node_text(user)), user, client)
 
     def _look_at_the_prompt(self) -> None:
-        """Clear the status of the last run, once a prompt has begun that samples without this pack."""
+        """Clear the status and the text of the last run, once another prompt has begun that samples."""
         run, newest = CONTROLLER.journal.run, newest_prompt(self._server)
         if newest is None or newest[0] == self._prompt:
             return
         self._prompt, graph = newest
         # A link to a model, of any sampler or guider.
-        samples = any(isinstance(each["inputs"].get("model"), list) for each in graph.values())
-        if not samples or any(each["class_type"] in SAMPLING for each in graph.values()):
+        if not any(isinstance(each["inputs"].get("model"), list) for each in graph.values()):
             return
-        CONTROLLER.journal.bypassed(run)
-        (node, client), self._user = self._user, (None, None)
-        if node is not None and graph.get(node.node_id, {}).get("class_type") == node.kind:
-            self._say(BYPASSED, node, client)
+        bypassed = not any(map(_shares_out, graph.values()))
+        now = CONTROLLER.journal.node
+        if bypassed and (now is None or now.prompt_id != self._prompt):  # CP Sampler may have begun to measure a run
+            CONTROLLER.journal.bypassed(run)
+        node, client = self._user
+        if bypassed or node is None or node.prompt_id != self._prompt:
+            self._user = None, None
+            if node is not None and graph.get(node.node_id, {}).get("class_type") == node.kind:
+                self._say(BYPASSED if bypassed else WAITING, node, client)
 
     def _say(self, text: str, node: Node | None, client: str | None) -> None:
         if text and node is not None and client is not None and (text, node) != self._said:
             self._said = text, node
             self._server.send_progress_text(text.encode(errors="replace"), node.node_id, client)
+
+
+def _shares_out(node: Mapping[str, Any]) -> bool:
+    """Return whether a node of a prompt shares a model out: CP Sampler does so with a config of its own."""
+    return node["class_type"] == "ApplyContextParallel" or (node["class_type"] == "CPSampler" and "cp_config" in node["inputs"])
 
 
 def newest_prompt(server: Any) -> tuple[str, dict[str, Any]] | None:

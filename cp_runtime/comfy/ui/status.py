@@ -102,7 +102,10 @@ def _activity(workers: Workers, loading: tuple[str, float | None] | None) -> str
 
 def node_text(node: Node | None) -> str:
     """Return the times of the last sampling run, in words, if it was this node's; else an empty text."""
-    workers, record = CONTROLLER.workers, CONTROLLER.journal.run.last
+    workers, journal = CONTROLLER.workers, CONTROLLER.journal
+    record, speed = journal.run.last, journal.speed
+    if record is None and speed is not None and speed.per_call and node == journal.node:  # on one device
+        return f"{speed.words} · {speed.per_call:.3g} s per call"
     if workers is None or record is None or record.node != node:
         return ""
     return _in_words(record, workers.pool.world_size)
