@@ -88,6 +88,8 @@ class ShardingPlan:
         """Raise PlanError unless every module and argument that the plan relies on exists in `model`."""
         for pattern, plan in self.modules.items():
             for name, module in find_modules(model, pattern, f"{self.origin}: ", self.remedy):
+                if plan.when is not None and not plan.when(model, name):
+                    continue
                 method = method_of(pattern)
                 if not hasattr(module, method):
                     raise PlanError(f"{self.origin}: {name} ({type(module).__name__}) has no method {method!r}. {self.remedy}")
