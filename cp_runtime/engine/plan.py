@@ -48,8 +48,7 @@ class ModulePlan:
         return self.attention is not None and not (self.inputs or self.outputs or self.local or self.separate or self.when)
 
     def __post_init__(self) -> None:
-        for name in ("attention", "keys", "local"):
-            check_names(f"ModulePlan({name})", getattr(self, name))
+        check_names(self, "attention", "keys", "local")
 
 
 @dataclass(frozen=True, kw_only=True)
