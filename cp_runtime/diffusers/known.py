@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..engine.plan import ModulePlan
-from ..engine.transforms import ContextParallelInput, ContextParallelOutput
+from ..engine.plan import ModulePlan, argument_names
+from ..engine.transforms import ContextParallelInput, ContextParallelOutput, TokenRanges
 
 HIDDEN, ENCODER = "hidden_states", "encoder_hidden_states"  # diffusers' names: image or video tokens, text tokens
 AUDIO = "audio_hidden_states"
@@ -33,10 +33,16 @@ class Known(NamedTuple):
 _TEXT_FIRST, _IMAGE_FIRST = (ENCODER, HIDDEN), (HIDDEN, ENCODER)
 _TOKENS, _TOKENS_OUT = ContextParallelInput(1, 3), ContextParallelInput(1, 4, split_output=True)
 _POSITIONS_OUT = ContextParallelInput(0, 2, split_output=True)
+_IMAGE_POSITIONS = {"image_rotary_emb": ContextParallelInput(0, 2, streams=(HIDDEN,), side=True)}
 _WHOLE = ModulePlan(attention=())
 _GATHERED = {"proj_out": ContextParallelOutput(1, 3)}
 _JOINT = {"transformer_blocks.0": {HIDDEN: _TOKENS, ENCODER: _TOKENS}, **_GATHERED}
 _ROPE = {"rope": {0: _POSITIONS_OUT, 1: _POSITIONS_OUT}}
+# Models that continue an image ("token_replace") modulate its tokens, the first of the video, apart: blocks get their number.
+_FIRST_FRAME = ModulePlan(
+    inputs={"num_tokens": TokenRanges(streams=(HIDDEN,))},
+    when=lambda model, path: "num_tokens" in argument_names(model.get_submodule(path)),
+)
 _WAN_ROPE = {"rope": {0: _TOKENS_OUT, 1: _TOKENS_OUT}}
 # Every rank has all of the audio, a fiftieth of the video; only its attention to the video is shared.
 _LTX_2: Table = {
@@ -54,9 +60,12 @@ CLASSES: Mapping[str, Known] = {
     "FluxTransformer2DModel": Known(_TEXT_FIRST, staged=True),
     "Flux2Transformer2DModel": Known(_TEXT_FIRST),
     "QwenImageTransformer2DModel": Known(_TEXT_FIRST),
-    "CogVideoXTransformer3DModel": Known(_TEXT_FIRST, _JOINT),
+    "CogVideoXTransformer3DModel": Known(_TEXT_FIRST, {**_JOINT, "transformer_blocks.*": _IMAGE_POSITIONS}),
     "SD3Transformer2DModel": Known(_IMAGE_FIRST, _JOINT, staged=True),
-    "HunyuanVideoTransformer3DModel": Known(_IMAGE_FIRST, {**_JOINT, **_ROPE}),
+    "HunyuanVideoTransformer3DModel": Known(
+        _IMAGE_FIRST,
+        {**_JOINT, **_ROPE, "transformer_blocks.*": _FIRST_FRAME, "single_transformer_blocks.*": _FIRST_FRAME},
+    ),
     "HunyuanImageTransformer2DModel": Known(_IMAGE_FIRST, {**_JOINT, **_ROPE}),
     "HunyuanVideo15Transformer3DModel": Known(
         _IMAGE_FIRST, {**_JOINT, **_ROPE, "transformer_blocks.*": {"attention_mask": ContextParallelInput(1, 2)}}
@@ -72,7 +81,7 @@ CLASSES: Mapping[str, Known] = {
         (),
         {
             "blocks.0": {HIDDEN: _TOKENS},
-            "blocks.*": {"image_rotary_emb": ContextParallelInput(0, 2, streams=(HIDDEN,), side=True)},
+            "blocks.*": _IMAGE_POSITIONS,
             **_GATHERED,
         },
         staged=True,

@@ -48,8 +48,7 @@ class ModulePlan:
         return self.attention is not None and not (self.inputs or self.outputs or self.local or self.separate or self.when)
 
     def __post_init__(self) -> None:
-        for name in ("attention", "keys", "local"):
-            check_names(f"ModulePlan({name})", getattr(self, name))
+        check_names(self, "attention", "keys", "local")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +87,8 @@ class ShardingPlan:
         """Raise PlanError unless every module and argument that the plan relies on exists in `model`."""
         for pattern, plan in self.modules.items():
             for name, module in find_modules(model, pattern, f"{self.origin}: ", self.remedy):
+                if plan.when is not None and not plan.when(model, name):
+                    continue
                 method = method_of(pattern)
                 if not hasattr(module, method):
                     raise PlanError(f"{self.origin}: {name} ({type(module).__name__}) has no method {method!r}. {self.remedy}")

@@ -28,12 +28,19 @@ class Transform(Protocol):
     def __call__(self, state: CallState, value: Any, where: str) -> Any: ...
 
 
-def check_names(field: str, names: Any) -> None:
-    """Raise ConfigError for what is neither None nor a tuple or list of names."""
-    if names is not None and not (isinstance(names, (tuple, list)) and all(isinstance(name, str) for name in names)):
-        raise bad_value(
-            field, names, "a tuple of names, or None", 'Give names as text: ("encoder_hidden_states", "hidden_states").'
-        )
+def check_names(owner: Any, *fields: str) -> None:
+    """Make tuples of the lists of names in these fields. Raise ConfigError for what is neither names nor None."""
+    for each in fields:
+        names = getattr(owner, each)
+        if names is not None and not (isinstance(names, (tuple, list)) and all(isinstance(name, str) for name in names)):
+            raise bad_value(
+                f"{type(owner).__name__}({each})",
+                names,
+                "a tuple of names, or None",
+                'Give names as text: ("encoder_hidden_states", "hidden_states").',
+            )
+        if isinstance(names, list):
+            object.__setattr__(owner, each, tuple(names))
 
 
 def _made(transform: Any, state: CallState, value: Tensor, make: Callable[[], Tensor]) -> Tensor:
@@ -66,7 +73,7 @@ class ContextParallelInput:
     replicated: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        check_names("ContextParallelInput(streams)", self.streams)
+        check_names(self, "streams")
 
     def __call__(self, state: CallState, value: Any, where: str) -> Any:
         if isinstance(value, (tuple, list)):
@@ -120,6 +127,9 @@ class ContextParallelOutput:
     stream: str | tuple[str, ...] | None = field(default=None, kw_only=True)
     within: tuple[str, ...] = field(default=(), kw_only=True)
     when: Callable[[CallState], bool] | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_names(self, "within", *(() if isinstance(self.stream, str) else ("stream",)))
 
 
 @dataclass(frozen=True, kw_only=True)

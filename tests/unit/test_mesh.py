@@ -1,14 +1,25 @@
 """Groups of ranks."""
 
+import gc
 import random
 from types import SimpleNamespace
+from weakref import ref
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from cp_runtime.engine.attention.ulysses import HeadExchange
-from cp_runtime.engine.ranks.mesh import BatchMesh, Groups, SequenceMesh, factors, form_groups, make_groups, reduced
+from cp_runtime.engine.ranks.mesh import (
+    BatchMesh,
+    Groups,
+    SequenceMesh,
+    factors,
+    form_groups,
+    groups_of_world,
+    make_groups,
+    reduced,
+)
 
 
 @pytest.mark.parametrize(
@@ -103,6 +114,18 @@ def test_all_ranks_make_the_same_groups_in_the_same_order(shares, monkeypatch):
         assert all(log == logs[0] for log in logs)
         lists = [tuple(group) for step in logs[0] for group in step]
         assert len(set(lists)) >= len(lists) - 1  # none twice, except that of all ranks, for weights
+
+
+def test_groups_do_not_keep_their_world_alive():
+    """Each world has threads and memory, and a process may make many."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        world = ref(dist.group.WORLD)
+        groups_of_world(dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
+    gc.collect()
+    assert world() is None
 
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])

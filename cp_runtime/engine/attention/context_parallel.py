@@ -255,7 +255,7 @@ def _check(
     ulysses_off = ulysses > 1 and not config.ulysses_anything
     if not (ring_off or ulysses_off):
         return
-    lengths = {*q_layout.lengths, *k_layout.lengths}
+    lengths = {*q_layout.divided, *k_layout.divided}
     ranks = f"{mesh.size} ranks" + (f" with the shares {':'.join(map(str, mesh.shares))}" if mesh.shares else "")
     if any(length % (sum(mesh.shares) or mesh.size) for length in lengths):
         name = "ulysses_anything" if ulysses_off else "ring_anything"

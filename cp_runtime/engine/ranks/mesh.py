@@ -44,7 +44,7 @@ class Groups:
     """
 
     def __init__(self, like: dist.ProcessGroup | None, timeout: timedelta | None = None) -> None:
-        self._like, self._timeout, self.are_closed = like, timeout, False
+        self._backend, self._timeout, self.are_closed = None if like is None else dist.get_backend(like), timeout, False
         self._made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup | None] = {}  # None on non-members
 
     def of(self, lists: Sequence[Sequence[int]], use: str = "tokens") -> dist.ProcessGroup | None:
@@ -64,7 +64,7 @@ class Groups:
                 f"process groups of the ranks {[ranks for _, ranks in missing]} were not made while all ranks were there"
             )
         if missing:  # an NCCL group takes device memory for good, so the same ranks share one for every purpose
-            made, own = make_groups([ranks for _, ranks in missing], self._like, self._timeout), dist.get_rank()
+            made, own = make_groups([ranks for _, ranks in missing], self._backend, self._timeout), dist.get_rank()
             self._made |= {key: made if own in key[1] else None for key in missing}
         return next((group for key in keys if (group := self._made[key]) is not None), None)
 
@@ -343,13 +343,13 @@ def form_groups(ranks: int, groups: int, shares: Shares) -> list[list[int]]:
     return sorted(sorted(group) for group in mixed) if least(mixed) > least(neighbours) else neighbours
 
 
-def make_groups(lists: Sequence[Sequence[int]], like: dist.ProcessGroup | None, timeout: timedelta | None) -> Any:
+def make_groups(lists: Sequence[Sequence[int]], backend: str | None, timeout: timedelta | None) -> Any:
     """Create and connect groups of the given ranks. Return this rank's group, or None.
 
     This may happen in the middle of a forward, when degrees are first chosen: every NCCL group takes device memory for good, and
     most candidates are never chosen.
     """
-    backend = dist.get_backend(like)
+    backend = backend or dist.get_backend(None)
     if backend != "gloo":  # gloo uses no device, and synchronising would open one on CPU ranks
         torch.accelerator.synchronize()  # NCCL can only split an idle communicator
     group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in lists], timeout=timeout, backend=backend)

@@ -144,6 +144,12 @@ class JointLayout:
         return sum(self.lengths)
 
     @cached_property
+    def divided(self) -> tuple[int, ...]:
+        """Token counts of the streams that are not replicated."""
+        splits = self.splits or (CONTIGUOUS,) * len(self.lengths)
+        return tuple(length for length, split in zip(self.lengths, splits, strict=True) if not split.replicated)
+
+    @cached_property
     def held(self) -> tuple[tuple[tuple[Segment, ...], ...], ...]:
         """`held[rank][stream]`: segments (start, stop) that the rank holds, in joint coordinates, stand-ins included."""
         return tuple(tuple(held for held, _ in self._segments(rank)) for rank in range(self.world_size))

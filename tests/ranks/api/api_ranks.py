@@ -299,6 +299,7 @@ with torch.no_grad():
     for name, use in {
         "streams": lambda: ModulePlan(attention=(("a",),)),
         "a text for streams": lambda: ContextParallelInput(1, 3, streams="hidden"),
+        "a text within which tokens are gathered": lambda: ContextParallelOutput(1, 3, stream="x", within="text"),
         "shard_weights": lambda: apply_context_parallel(new_blocks(), RING, BLOCKS_PLAN, shard_weights="fsdp"),
         "check_inputs": lambda: apply_context_parallel(new_blocks(), RING, BLOCKS_PLAN, check_inputs="yes"),
         "a scripted module": lambda: apply_context_parallel(torch.jit.script(nn.Linear(2, 2)), RING, {}),
@@ -333,6 +334,17 @@ with torch.no_grad():
         applied = apply_context_parallel(model, RING, plan)
         check(name, (model(x, text) - expected).abs().max() < 1e-5)
         applied.remove()
+    listed = {
+        "": {
+            "x": ContextParallelInput(1, 3, streams=["x"]),
+            "text": ContextParallelInput(1, 3, streams=["text"]),
+        },
+        "attention": ModulePlan(attention=["text", "x"], keys=["text", "x"]),
+        "out": ContextParallelOutput(1, 3, stream="x", within=["text", "x"]),
+    }
+    applied = apply_context_parallel(model, RING, listed)
+    check("names in lists", (model(x, text) - expected).abs().max() < 1e-5)
+    applied.remove()
     alone = {"": {"x": ContextParallelInput(1, 3), "text": ContextParallelInput(1, 3, side=True)}, "out": out}
     check("side without streams", refused(lambda: apply_context_parallel(model, RING, alone), PlanError, "streams=("))
     apply_context_parallel(model := new_blocks(), RING, BLOCKS_PLAN)

@@ -5,7 +5,7 @@ from typing import Any
 import diffusers
 import torch
 from diffusers.models._modeling_parallel import ContextParallelInput as DiffusersInput
-from diffusers_cases import degrees, flux, padding, qwen
+from diffusers_cases import degrees, flux, ltx_2, normal, padding, qwen
 from diffusers_models import ANYTHING, build, close, fingerprint, forward, refused, relative
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -101,6 +101,12 @@ def anything_off(rank: int, world: int) -> None:
         else:
             refused(lambda: forward(model, even), kind=PlanError)
         remove_context_parallel(model)
+    # Nobody chooses the number of audio tokens, which every rank has whole.
+    model, mask = build("ltx 2"), torch.ones(1, 12)
+    inputs = ltx_2(audio=5, isolate_modalities=False, encoder_hidden_states=normal(1, 12, 24), encoder_attention_mask=mask)
+    expected = forward(model, inputs)
+    apply_context_parallel(model, ContextParallelConfig(ring_degree=world))
+    close(relative(forward(model, inputs), expected))
 
 
 def wrong_plans(rank: int, world: int) -> None:

@@ -83,10 +83,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     # Without a plan of diffusers: see cp_runtime/diffusers/known.py.
     "flux ip adapter": ("FluxTransformer2DModel", FLUX),
     "hunyuan video": ("HunyuanVideoTransformer3DModel", dict(HUNYUAN, pooled_projection_dim=12)),
+    "hunyuan video from an image": (
+        "HunyuanVideoTransformer3DModel",
+        dict(HUNYUAN, pooled_projection_dim=12, image_condition_type="token_replace"),
+    ),
     "hunyuan image": ("HunyuanImageTransformer2DModel", dict(HUNYUAN, patch_size=(1, 1), rope_axes_dim=(6, 6))),
     "hunyuan video 1.5": ("HunyuanVideo15Transformer3DModel", HUNYUAN_15),
     "sd3": ("SD3Transformer2DModel", SD3),
     "cogvideox": ("CogVideoXTransformer3DModel", COGVIDEOX),
+    "cogvideox rope": (
+        "CogVideoXTransformer3DModel",
+        dict(COGVIDEOX, attention_head_dim=16, use_rotary_positional_embeddings=True),
+    ),
     "pixart": ("PixArtTransformer2DModel", PIXART),
     "flux controlnet": ("FluxTransformer2DModel", FLUX),
     "wan vace": ("WanVACETransformer3DModel", VACE),
