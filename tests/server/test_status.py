@@ -108,7 +108,9 @@ def test_a_run_without_the_pack_clears_what_the_one_before_came_to(node, pool_se
     pool_server.wait_event(lambda event: event.type == "text" and " s per call · 2 ranks" in event.data[1], since=since)
     assert pool_server.wait_status(lambda status: status["speed"] is not None)["last_call"]["at_work"] == 2
     since = time.monotonic()
-    pool_server.run(flux_prompt(steps=4, node=node)).check()
+    prompt = flux_prompt(steps=4)
+    prompt["sampler"]["class_type"] = node
+    pool_server.run(prompt).check()
     pool_server.wait_event(lambda event: event.type == "text" and event.data == ("sampler", BYPASSED), since=since)
     if node == "CPSampler":  # its report measures the run
         return
