@@ -128,6 +128,7 @@ class Drafting:
         )
 
     def _say(self, name: str, remark: str) -> None:
+        remark = " ".join(remark.split())  # a tensor's text has several lines
         said = self.remarks.setdefault(name, [])
         if not any(before.split()[:2] == remark.split()[:2] for before in said):  # one about each argument
             said.append(remark)
