@@ -45,7 +45,7 @@ NEWER = """
 ## Of newer versions of ComfyUI
 
 ComfyUI {newest} does not have these classes. Their tables were written by reading them, and tests compare the calls with those of
-stand-ins ([tests/support/next_classes](../../tests/support/next_classes)): the same modules, arguments and order of attention, with
+stand-ins (`tests/support/next_classes`): the same modules, arguments and order of attention, with
 less in them. No real one has run yet.
 
 {rows}

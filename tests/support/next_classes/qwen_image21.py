@@ -104,10 +104,10 @@ class QwenImage21Transformer2DModel(nn.Module):
                 length, is_text = part.shape[1], len(parts) % 2 == 0
                 parts.append(part)
                 if length:
-                    mask = torch.ones(length, total + length, dtype=torch.bool).tril(total) if is_text else None
+                    mask = torch.ones(length, total + length, dtype=torch.bool, device=x.device).tril(total) if is_text else None
                     segments.append((total, total + length, mask))
                     total += length
-        return torch.cat(parts, 1), waves(torch.arange(total), self.head_dim)[None, :, None], segments
+        return torch.cat(parts, 1), waves(torch.arange(total, device=x.device), self.head_dim)[None, :, None], segments
 
     def forward(self, x, timestep, context, ref_latents=None, image_slots=None, transformer_options={}, **kwargs):  # noqa: B006
         return self._forward(x, timestep, context, ref_latents, image_slots, transformer_options, **kwargs)

@@ -56,8 +56,8 @@ class SenseNovaU15(nn.Module):
 
     def prefix(self, ids):
         """Embeddings, positions, and a causal mask."""
-        number = torch.arange(ids.shape[1]).expand_as(ids)
-        mask = torch.full((ids.shape[1],) * 2, float("-inf")).triu(1)
+        number = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        mask = torch.full((ids.shape[1],) * 2, float("-inf"), device=ids.device).triu(1)
         return self.embed(ids), rope_of(number, 0 * number, 0 * number, self.head_dim), mask
 
     def preprocess_prefix(self, ids):
@@ -67,7 +67,7 @@ class SenseNovaU15(nn.Module):
         for layer in self.language_model.model.layers:
             states, key, value = layer.forward_prefix(states, rope, mask, {})
             kept.append((key, value))
-        return [key for key, _ in kept], [value for _, value in kept], torch.full((len(ids),), ids.shape[1])
+        return [key for key, _ in kept], [value for _, value in kept], torch.full((len(ids),), ids.shape[1], device=ids.device)
 
     def forward(self, x, timesteps, context=None, transformer_options={}, **kwargs):  # noqa: B006
         return self._forward(x, timesteps, context, transformer_options, **kwargs)
@@ -82,8 +82,8 @@ class SenseNovaU15(nn.Module):
         image = self.image_in(patches) + timesteps[:, None, None]
         if prefix_keys is None:
             prefix, prefix_rope, prefix_mask = self.prefix(text_input_ids)
-            prefix_time = torch.full((batch,), text_input_ids.shape[1])
-        number = torch.arange(rows * columns).expand(batch, -1)
+            prefix_time = torch.full((batch,), text_input_ids.shape[1], device=x.device)
+        number = torch.arange(rows * columns, device=x.device).expand(batch, -1)
         times = prefix_time[:, None].expand_as(number)
         rope = rope_of(times, number // columns, number % columns, self.head_dim)
         for index, layer in enumerate(self.language_model.model.layers):

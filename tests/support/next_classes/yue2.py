@@ -37,7 +37,8 @@ class YuE2(nn.Module):
             past, length = kv_end - kv_start, end - start + 2
             state = nn.functional.pad(x[..., start:end].transpose(1, 2), (0, 0, 1, 1))  # a token in front, and one behind
             state = self.vae2llm(state) + timestep[:, None, None]
-            rope = precompute_freqs_cis(config.head_dim, torch.arange(past, past + length)[None], config.rope_theta)
+            positions = torch.arange(past, past + length, device=x.device)[None]
+            rope = precompute_freqs_cis(config.head_dim, positions, config.rope_theta, device=x.device)
             prefix = context[:, kv_start:kv_end].unflatten(2, kept).permute(2, 3, 0, 4, 1, 5)
             for layer, (keys, values) in zip(self.model.layers, prefix, strict=True):
                 state, _ = layer(state, freqs_cis=rope, optimized_attention=attention, past_key_value=(keys, values, past))
