@@ -11,6 +11,7 @@ from pathlib import Path
 
 FILES = {
     "comfy.ldm.qwen_image21.model": "qwen_image21.py",
+    "comfy.ldm.kandinsky6.model": "kandinsky6.py",
     "comfy.ldm.sensenova.model": "sensenova.py",
     "comfy.ldm.yue2.model": "yue2.py",
 }
