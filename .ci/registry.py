@@ -49,8 +49,8 @@ stand-ins (`tests/support/next_classes`): the same modules, arguments and order 
 less in them. No real one has run yet.
 
 {rows}
-Ming-Image runs in the class of Lumina 2, with the same table. Qwen-Image 2.1 keeps keys and values of text and references for
-later steps; ranks compute them in every step, with the same result, in parts like the image.
+Ming-Image runs in the class of Lumina 2, and has no table of its own; it was not tried. Qwen-Image 2.1 keeps keys and values of text
+and references for later steps; ranks compute them in every step, with the same result, in parts like the image.
 """
 REFUSALS = """
 ## Refused, or not shared
