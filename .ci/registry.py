@@ -45,12 +45,13 @@ NEWER = """
 ## Of newer versions of ComfyUI
 
 ComfyUI {newest} does not have these classes. Their tables were written by reading them, and tests compare the calls with those of
-stand-ins (`tests/support/next_classes`): the same modules, arguments and order of attention, with
-less in them. No real one has run yet.
+stand-ins (`tests/support/next_classes`): the same modules, arguments and order of attention, with less in them. No real one has
+run yet.
 
 {rows}
-Ming-Image runs in the class of Lumina 2, and has no table of its own; it was not tried. Qwen-Image 2.1 keeps keys and values of text
-and references for later steps; ranks compute them in every step, with the same result, in parts like the image.
+Ming-Image runs in the class of Lumina 2, and has no table of its own; it was not tried. Qwen-Image 2.1 keeps keys and values of
+text and references for later steps; ranks compute them in every step, with the same result, so a picture with large references
+gains less than others.
 """
 REFUSALS = """
 ## Refused, or not shared
