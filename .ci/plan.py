@@ -34,7 +34,7 @@ from support.package import load_package, load_script
 from torch import Tensor, nn
 
 load_package()
-from support.recording import AttentionCall, ModuleCall, Recording, copied, numbers, record
+from support.recording import AttentionCall, ModuleCall, Recording, copied, numbers, record, shapes_in
 from support.tracer import trace
 
 from cp_runtime.comfy.ui.interception import innermost_method
@@ -250,7 +250,7 @@ class Drafting:
     def _remark(self, name: str, argument: str, value: Any, frames: int) -> None:
         """What is not as long as a stream and may still speak about tokens."""
         if any(True for _ in numbers(value)):
-            self._say(name, f"TODO {argument} = {value!r}: does it count tokens? See TokenRanges")
+            self._say(name, f"TODO {argument} = {shapes_in(value)!r}: does it count tokens? See TokenRanges")
         for tensor in tensors(value):
             if tensor.ndim > 3 and tensor.shape[1] == frames > 1:
                 self._say(name, f"TODO {argument} is {tuple(tensor.shape)} in a case: a value per frame? See Repeated in wan.py")

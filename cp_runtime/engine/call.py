@@ -75,7 +75,7 @@ class RunningCall:
         self.state = CallState(mesh.rank, mesh.size, self.gather, kept, mesh.shares)
         self._plan, self._model_name, self._planner, self._on_module = plan, model_name, planner, on_module
         self._after_attention = after_attention
-        self._shared = 0
+        self._shared = self._turn = 0
         self._scopes = [Scope(plan.attention, plan.attention_rule is not None, said=bool(plan.attention))]
         self.ask: Callable[[], None] | None = None
         self.in_joint_order = False
@@ -273,6 +273,9 @@ class RunningCall:
         state = self.state
         if id(mask) in state.masked:
             return state.masked[id(mask)][1]
+        if state.in_turn:
+            self._turn += 1
+            return state.in_turn[(self._turn - 1) % len(state.in_turn)]
         candidates = list(filter(self.knows, self.scope.streams))
         if len(candidates) == 1:
             return candidates[0]

@@ -35,6 +35,7 @@ class CallState:
         masked: id of a mask -> the mask, and the streams of its queries and keys, if a transform knows them.
         padding: streams of keys -> additive mask over all of them, in joint order, that hides the padding of shorter batch items.
             It replaces the mask that a module makes for the padding on this rank.
+        in_turn: streams of the attentions that follow each other, over and over, if a transform knows them.
         whole: streams gathered on every rank.
         gathers: whether neighbouring tokens are gathered.
     """
@@ -56,6 +57,7 @@ class CallState:
         self.grids: dict[str, tuple[int, ...]] = {}
         self.masked: dict[int, tuple[Tensor, AttentionStreams]] = {}
         self.padding: dict[tuple[str, ...], Tensor] = {}
+        self.in_turn: list[AttentionStreams] = []
         self.whole: set[str] = set()
         self._splits: dict[str, Split] = {}
         self._layouts: dict[tuple[str, ...], JointLayout] = {}
@@ -106,8 +108,14 @@ class CallState:
         self._left = self.tokens()
         self.lengths, self.grids, self._splits, self._layouts = self._around.pop()
 
+    def restart(self) -> None:
+        """Forget all streams: the model begins anew, with other tokens under the same names."""
+        self._left = self.tokens()
+        self.lengths, self.grids, self._splits, self._layouts = {}, {}, {}, {}
+
     def tokens(self) -> dict[str, tuple[int, int]]:
-        """Return each stream's token count on all ranks and on this one. Every run of a module with separate streams adds to it."""
+        """Return each stream's token count on all ranks and on this one. Every run of a module with separate streams adds to it,
+        and every restart."""
         found = dict(self._left)
         for name, length in self.lengths.items():
             total, held = found.get(name, (0, 0))

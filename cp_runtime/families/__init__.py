@@ -21,6 +21,8 @@ PLANS: dict[str, FamilyPlan] = {
 UNSTAGED = {
     "HiDream-O1": "its blocks keep keys and values for later steps, and skipped blocks keep none",
     "SeedVR2": "its blocks keep the lengths of windows for the next ones, and skipped blocks keep none",
+    "Qwen-Image 2.1": "it divides its tokens before the blocks, for all of them",
+    "SenseNova U1.5": "the model calls other methods of its blocks than forward",
     "Wan-Animate 2": "the model calls other methods of its blocks than forward",
 }
 """Families whose blocks cannot be divided into stages -> reason."""

@@ -42,6 +42,10 @@ def _joint(streams: Streams) -> tuple[str, ...]:
     return (streams,) if isinstance(streams, str) else streams
 
 
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in version.split(".")]
+
+
 @dataclass(frozen=True, kw_only=True)
 class FamilyPlan(ShardingPlan):
     """The sharding of one class of ComfyUI's models.
@@ -49,7 +53,7 @@ class FamilyPlan(ShardingPlan):
     Args:
         family: name shown to users.
         model_class: full name of the module class that the plan was written for.
-        since: first of the tested versions of ComfyUI that has the class.
+        since: first of the tested versions of ComfyUI that has the class, or a newer version.
         control: kind of ControlNet residuals ("input", "middle", "output") -> the stream, or streams in joint order, that they are
             added to, or None if they are not tokens. Empty = the model takes none.
         attention_names: full names under which modules call ComfyUI's attention without passing transformer_options; a trailing
@@ -76,7 +80,11 @@ class FamilyPlan(ShardingPlan):
 
     @property
     def origin(self) -> str:
-        return f"{self.family} plan (checked against ComfyUI {' and '.join(TESTED)})"
+        known = [version for version in TESTED if _numbers(version) >= _numbers(self.since)]
+        checked = (
+            f"checked against ComfyUI {' and '.join(known)}" if known else f"for ComfyUI {self.since}, not yet checked against it"
+        )
+        return f"{self.family} plan ({checked})"
 
     @property
     def remedy(self) -> str:

@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from . import families
+from . import families, next_classes
 from .families import Model
 from .sizes import resize
 
@@ -34,6 +34,7 @@ PREFIX = "model.diffusion_model."
 def build(spec: Model, seed: int = 1) -> nn.Module:
     """A model whose weights make every token depend on every other one."""
     name, _, cls = spec.cls.rpartition(".")
+    next_classes.put_in_place(name)
     resize(spec.sizes)
     model = getattr(importlib.import_module(name), cls)(
         **spec.arguments, dtype=torch.float32, device="cpu", operations=comfy.ops.disable_weight_init

@@ -194,6 +194,11 @@ def copied(value: Any) -> Any:
     return map_tensors(value, Tensor.clone)
 
 
+def shapes_in(value: Any) -> Any:
+    """The same nested value with the shapes of its tensors."""
+    return map_tensors(value, lambda tensor: tuple(tensor.shape))  # type: ignore[arg-type, return-value]
+
+
 def numbers(value: Any) -> Iterator[int]:
     """Whole numbers above 1 in nested lists: they may be positions or counts of tokens."""
     if isinstance(value, (list, tuple)):

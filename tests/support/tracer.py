@@ -26,7 +26,7 @@ from cp_runtime.engine.state import CallState
 from cp_runtime.families.family import FamilyPlan
 from cp_runtime.nested import tensors
 
-from .recording import Recording, copied, numbers, record, watched
+from .recording import Recording, copied, numbers, record, shapes_in, watched
 
 WORLD = 2
 # Attention needs one kind of collective only: keys and values of all ranks.
@@ -193,7 +193,7 @@ class _Replay:
                         length = f"dimension {dim} is as long as {' + '.join(totals[size])}"
                         self._suspect(f"{pattern}({name}) {tuple(tensor.shape)}: {length}, and is not split")
             if name not in self._planned[path] and any(True for _ in numbers(value)):
-                self._suspect(f"{pattern}({name}) is {value!r}: if that counts tokens, the table must say so")
+                self._suspect(f"{pattern}({name}) is {shapes_in(value)!r}: if that counts tokens, the table must say so")
 
     def _suspect(self, text: str) -> None:
         self._suspects[text] = None

@@ -138,12 +138,13 @@ def test_objects_of_trellis_are_shared_where_each_takes_the_whole_description(sh
     assert TRELLIS_2.batch_is_shared({"x": torch.zeros(items, 32, 5, 1), **described, **options}) == shared
 
 
-# What came with ComfyUI 0.31 to 0.33: stacked, whole.
+# What came with ComfyUI 0.31 to 0.33, and what came later: stacked, whole.
 NEWER = (
     {"clip_fea_pose", "conditioning_scale", "context_pose", "embeds"},
     {"generated_keyframes", "pose_strength", "reference_strength"}
     | {f"trellis2_{name}" for name in ("coord_counts", "coords", "generation_mode", "model_frame", "proj_feats", "shape_slat")},
 )
+NEWEST: tuple[set[str], set[str]] = set(), {"image_slots", "yue2_chunks"}
 
 
 def names_of(tree):
@@ -177,6 +178,6 @@ def test_the_tables_are_those_of_comfyui():
             found["whole" if kind == "CONDConstant" else "stacked"] |= names
     renamed = {"c_concat", "c_crossattn"}  # become part of the latent, and `context` or `cross_attn_cond`
     tables = STACKED - {"context", "control", "cross_attn_cond"}, UNSTACKED - {"transformer_options", "return_info"}
-    for names, table, newer in zip((found["stacked"] - renamed, found["whole"]), tables, NEWER, strict=True):
+    for names, table, newer, newest in zip((found["stacked"] - renamed, found["whole"]), tables, NEWER, NEWEST, strict=True):
         assert names <= table
-        assert table - names in (set(), newer), "all of a release, or none of it"
+        assert table - names in (set(), newest, newer | newest), "all of a release, or none of it"

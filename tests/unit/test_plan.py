@@ -132,6 +132,25 @@ def plan(**modules):
     return FamilyPlan(family="Test", model_class="m.M", modules=modules, outputs={"1": ContextParallelOutput(gather_dim=1)})
 
 
+def test_a_plan_says_what_it_was_checked_against():
+    said = {
+        since: FamilyPlan(family="A", model_class="a.B", since=since, modules={}, outputs={}).origin
+        for since in ("0.33.0", "0.99.0")
+    }
+    assert said["0.33.0"] == "A plan (checked against ComfyUI 0.33.0)"
+    assert said["0.99.0"] == "A plan (for ComfyUI 0.99.0, not yet checked against it)"
+
+
+def test_a_restart_forgets_the_streams_and_counts_them():
+    (state, _) = states()
+    for length in (5, 8):
+        state.define("audio", length)
+        assert state.layout(("audio",)).total == length
+        state.restart()
+    assert state.tokens() == {"audio": (13, 7)}
+    assert not state.knows(("audio",))
+
+
 def test_check_names_what_is_missing():
     model = nn.Sequential(Block(), Block())
     good = ModulePlan(inputs={"x": ContextParallelInput(1)})

@@ -37,6 +37,10 @@ def test_the_readme_counts_the_families_in_which_blocks_are_not_compiled(checked
     assert 0 <= NUMBERS.index(named[1]) - len(checked["blocks that are not compiled"]) <= len(newer)
 
 
+def test_a_prefix_is_prepared_with_weights_in_this_process(checked):
+    assert checked["prepared before sampling"] == ["preprocess_prefix"]
+
+
 def test_every_plan_has_cases():
     loaded = [families.load(name, None) for name in families.NAMES]
     tested = {family.MODELS[case.model].cls for family in loaded for case in family.CASES}

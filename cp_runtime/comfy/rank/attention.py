@@ -26,6 +26,7 @@ KERNEL_OF = {
     "attention_flash": "flash_attn",
     **{name: mode.kernel for name, mode in SAGE_MODES.items()},
 }
+OVERRIDE = "optimized_attention_override"  # in transformer_options
 CHOOSES = "()"  # at the end of a name: the function returns the attention to call
 # These add boolean masks to the scores as 0 and 1, others hide keys; a ring must follow the user's backend.
 ADD_BOOLEAN_MASKS = ("attention_sub_quad", "attention_split")
@@ -107,8 +108,14 @@ def attention_by_name(names: Sequence[str], override: Callable[..., Tensor]) -> 
             original = getattr(owner, function)
             undo.callback(setattr, owner, function, original)
             chooses = name.endswith(CHOOSES)
-            setattr(owner, function, partial(_of_chosen, override, original) if chooses else partial(override, original))
+            setattr(owner, function, partial(_of_chosen if chooses else _named, override, original))
         yield
+
+
+def _named(override: Callable[..., Tensor], original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Attend by the override, unless ComfyUI's function finds it by itself: it must not be there twice."""
+    finds = OVERRIDE in (kwargs.get("transformer_options") or {})
+    return original(*args, **kwargs) if finds else override(original, *args, **kwargs)
 
 
 def _of_chosen(override: Callable[..., Tensor], choose: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Tensor]:

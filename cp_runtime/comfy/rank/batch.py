@@ -34,14 +34,17 @@ _STACKED = """
     time_dim_concat time_dim_replace txt_byt5 vace_context y
 """
 _UNSTACKED = """
-    audio_inject_scale disable_time_r fps frame_rate generated_keyframes guide_attention_entries is_covers latent_shapes
+    audio_inject_scale disable_time_r fps frame_rate generated_keyframes guide_attention_entries image_slots is_covers latent_shapes
     lyrics_strength minimax_payload num_tokens num_video_frames pose_strength ref_audio ref_latents_method ref_mask_flag
     reference_strength replace_with_null_embeds return_info transformer_options trellis2_coord_counts trellis2_coords
-    trellis2_generation_mode trellis2_model_frame trellis2_proj_feats trellis2_shape_slat vace_strength
+    trellis2_generation_mode trellis2_model_frame trellis2_proj_feats trellis2_shape_slat vace_strength yue2_chunks
 """
 STACKED, UNSTACKED = frozenset(_STACKED.split()), frozenset(_UNSTACKED.split())
-# Names that model_base does not have: HiDream-O1's conditioning, LTX-2's second timestep.
-_ELSEWHERE = "a_timestep input_ids position_ids ref_image_grid_thw ref_patches ref_pixel_values token_types vinput_mask"
+# Names that model_base does not have, or of classes of its own: HiDream-O1's conditioning, LTX-2's second timestep, SenseNova's.
+_ELSEWHERE = """
+    a_timestep input_ids position_ids prefix_indexes prefix_keys prefix_mask prefix_time prefix_values ref_image_grid_thw
+    ref_patches ref_pixel_values reference_images text_input_ids token_types vinput_mask
+"""
 STACKED_ELSEWHERE, UNSTACKED_ELSEWHERE = frozenset(_ELSEWHERE.split()), frozenset({"ar_len"})
 COND_KINDS = "cond_or_uncond"  # in transformer_options: the kind of each of the batch's equal parts
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from .patcher import ContextParallelPatcher
 
 IN_PLACE = ("control",)  # residuals: each rank copies only its part
-TEXTS = "preprocess_text_embeds"
+TEXTS = ("preprocess_text_embeds", "preprocess_prefix")
 
 
 class Replacement:
@@ -173,7 +173,8 @@ class GuardedForward(Replacement):
 
 
 class LocalTexts(Replacement):
-    """Replacement for text processing that some transformers do before sampling, with separate weights: LTX-2, Anima, MiniMax.
+    """Replacement for text processing that some transformers do before sampling, with separate weights: LTX-2, Anima, MiniMax,
+    SenseNova.
 
     It runs in this process, where a model on the workers has no weights but the pages of its file, unpatched and on no device. The
     called modules get their weights for the duration, patched as ComfyUI does at load.
@@ -228,8 +229,7 @@ def intercept(owner: ContextParallelPatcher, model: nn.Module) -> None:
     replacements: dict[str, type[Replacement]] = {innermost: WorkerForward}
     if innermost == "_forward" and "forward" in own and "_forward" not in own:  # may bypass `_forward`
         replacements["forward"] = GuardedForward
-    if hasattr(type(model), TEXTS):
-        replacements[TEXTS] = LocalTexts
+    replacements |= {method: LocalTexts for method in TEXTS if hasattr(type(model), method)}
     for method, replacement in replacements.items():
         setattr(model, method, replacement(owner, model, method))
 

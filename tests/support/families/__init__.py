@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import next_classes
+
 
 @dataclass(frozen=True)
 class Model:
@@ -151,15 +153,16 @@ def version() -> str | None:
 
 @functools.cache
 def load(name: str, of: str | None = "here") -> SimpleNamespace:
-    """MODELS, CASES and SERVED of a family, without those that a version of ComfyUI does not have.
+    """MODELS, CASES and SERVED of a family, without those that a version of ComfyUI does not have and that have no stand-in.
 
     Args:
         of: that version; "here" = the one that the tests run on, None = the newest.
     """
     module = importlib.import_module(f"{__name__}.{name}")
-    models = {key: model for key, model in module.MODELS.items() if exists(model.since, of)}
+    models = {key: model for key, model in module.MODELS.items() if exists(model.since, of) or next_classes.has(model.cls)}
     cases = [case for case in module.CASES if case.model in models and exists(case.since, of)]
-    return SimpleNamespace(MODELS=models, CASES=cases, SERVED=[entry for entry in module.SERVED if entry.model in models])
+    served = [entry for entry in module.SERVED if entry.model in models and exists(models[entry.model].since, of)]
+    return SimpleNamespace(MODELS=models, CASES=cases, SERVED=served)
 
 
 def exists(since: str, of: str | None = "here") -> bool:
