@@ -100,6 +100,8 @@ class Needs:
         unplanned = [name for name in self.families if name in rules.UNPLANNED]
         if unplanned:
             return f"refused by its class: {', '.join(unplanned)} has no plan yet"
+        if stand_ins := [name for name in self.families if name in rules.STAND_INS]:
+            return f"not tried: the plan of {', '.join(stand_ins)} was compared on a stand-in of its class"
         missing = [name for kind, name in self.all() if not report.has(kind, name)]
         refused = [name for name in missing if name in rules.REFUSED]
         if refused:
