@@ -222,7 +222,13 @@ class RunningCall:
             return value
         parts, place = [value], 0
         if output.within:
-            parts = list(value.split([state.layout((s,)).local_lengths[state.rank] for s in output.within], dim))
+            sizes = [state.layout((stream,)).local_lengths[state.rank] for stream in output.within]
+            if sum(sizes) != value.shape[dim]:
+                raise PlanError(
+                    f"{name}: dimension {dim} of the output {tuple(value.shape)} is not this rank's {' + '.join(map(str, sizes))} "
+                    f"tokens of {' and '.join(output.within)}. Correct within of ContextParallelOutput."
+                )
+            parts = list(value.split(sizes, dim))
             place = output.within.index(str(output.stream))
         parts[place] = self._all_tokens(name, streams, dim, parts[place])
         return torch.cat(parts, dim) if output.within else parts[place]

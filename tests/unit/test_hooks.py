@@ -207,3 +207,15 @@ def test_a_copy_of_a_part_of_a_model_is_as_without_a_plan():
     installed = InstalledPlan(model, plan)
     assert copy.deepcopy(model[0])(1) == model(1) == 1
     installed.remove()
+
+
+def test_an_output_with_other_streams_than_the_plan_says():
+    call = RunningCall(ShardingPlan(modules={}, outputs={}), "Model", SequenceMesh(None), lambda shape: ContextParallelConfig())
+    call.state.define("img", 6)
+    call.state.define("txt", 2)
+    output = ContextParallelOutput(1, 3, stream="img", within=("txt", "img"))
+    with pytest.raises(
+        PlanError, match=r"head: dimension 1 of the output \(1, 9, 4\) is not this rank's 2 \+ 6 tokens of txt and img"
+    ):
+        call.whole_output("head", output, torch.zeros(1, 9, 4))
+    assert call.whole_output("head", output, torch.zeros(1, 8, 4)).shape == (1, 8, 4)
