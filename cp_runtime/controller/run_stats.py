@@ -36,6 +36,7 @@ WORDS = {
     "compared": "{times} × as fast as one {unit}",
     # It had other work meanwhile, or too little memory: a figure would say more than several devices can gain.
     "disturbed": "not compared with one {unit}: the comparison was disturbed, measure again",
+    "estimated": "about {times} × as fast as one {unit} (estimated, not measured)",
     "too_few": "known after two calls",
     "not_measured": "not compared with one {unit} yet",
     "obstacle": "not compared with one {unit}: {obstacle}",
@@ -69,6 +70,12 @@ class CallRecord:
     def at_work(self) -> int:
         """Ranks that shared the call, unless it is one of a VAE."""
         return self.reports[0].outcome.at_work
+
+    @property
+    def estimate(self) -> float | None:
+        """Speed-up over one device that the chooser predicts; None without a prediction, or where it was measured."""
+        other = (self.choice or {}).get("alternative")
+        return None if other is None or other["ranks"] > 1 or other["measured"] else float(other["times"])
 
     @property
     def graphs(self) -> str:
@@ -217,6 +224,7 @@ class Speed:
     steps: int = 0
     calls: int = 0
     limit: float = 0.0  # largest speed-up that there can be; 0 = `ranks`
+    estimate: float | None = None  # speed-up, predicted
 
     @property
     def possible(self) -> Sequence[float]:
@@ -247,6 +255,8 @@ class Speed:
             return "compared"
         if self.alone:
             return "too_few" if self.possible else "disturbed"
+        if self.estimate is not None and not self.obstacle:
+            return "estimated"
         return "obstacle" if self.obstacle else "not_measured"
 
     @property
@@ -255,6 +265,8 @@ class Speed:
         numbers agree: the quotient of the seconds shown is the speedup shown."""
         times, cases = self.times, [self.case]
         parts: dict[str, Any] = {"cases": cases, "ranks": self.ranks, "unit": self.unit, "obstacle": self.obstacle}
+        if self.case == "estimated" and self.estimate is not None:
+            parts["times"] = f"{min(self.estimate, self.limit or self.ranks):.1f}"
         if times is not None and self.per_call:
             low, high = (f"{seconds / self.per_call:.1f}" for seconds in (min(self.possible), max(self.possible)))
             parts |= {"times": f"{times:.1f}", "low": low, "high": high, "count": len(self.possible)}

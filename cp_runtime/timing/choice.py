@@ -149,12 +149,12 @@ class Chooser:
 def in_words(choice: Mapping[str, Any] | None) -> str:
     """Put a choice into words: "1 of 4 devices; 4 would take 1.30 times as long (predicted)". Empty without a choice.
 
-    The measured time on one device is left to the speed of the run, and a faster number of ranks to the next calls.
+    The time on one device is left to the speed of the run, and a faster number of ranks to the next calls.
     """
     if choice is None:
         return ""
     text, other = f"{choice['ranks']} of {choice['of']} devices", choice["alternative"]
-    if other is None or other["times"] < 1 or (other["ranks"] == 1 and other["measured"]):
+    if other is None or other["times"] < 1 or other["ranks"] == 1:
         return text
     how = "measured" if other["measured"] else "predicted"
     return f"{text}; {other['ranks']} would take {other['times']:.2f} times as long ({how})"

@@ -163,6 +163,9 @@ def test_what_cannot_be_measured_says_why_until_another_kind_runs(journal):
             "20 steps in 20 s instead of about 37 s: 1.9 × as fast as one GPU (1.8 to 1.9 in 2 measurements)",
         ),
         (Speed(ranks=2, per_call=0.5, alone=[1.5], limit=3.0), "3.0 × as fast as one device"),  # that one is the slow one
+        (Speed(ranks=2, per_call=0.5, estimate=1.84), "about 1.8 × as fast as one device (estimated, not measured)"),
+        (Speed(ranks=2, per_call=0.5, estimate=2.7, unit="gpu"), "about 2.0 × as fast as one GPU (estimated, not measured)"),
+        (Speed(ranks=2, per_call=0.5, estimate=1.8, alone=[0.7]), "1.4 × as fast as one device"),
         (
             Speed(ranks=2, per_call=0.4, alone=[3.0], steps=8, calls=8),
             "8 steps in 3.2 s: not compared with one device: the comparison was disturbed, measure again",
