@@ -228,7 +228,7 @@ async function change(chosen) {
   if (alone) return say("warn", t(`alone.${alone.case}`, alone));
   const all = usesAll(chosen);
   const count = graphs().flatMap((graph) => models(graph, chosen)).length;
-  if (!count) return say("warn", t(chosen ? "use_all.none_selected" : "use_all.none"));
+  if (!count) return say("warn", chosen ? t("use_all.none_selected") : t("use_all.none"));
   app.canvas.emitBeforeChange();
   try {
     if (all) useOne(chosen);
@@ -238,10 +238,11 @@ async function change(chosen) {
     app.canvas.emitAfterChange();
     app.canvas.setDirty(true, true);
   }
-  if (all) return say("info", t(chosen ? "use_all.taken_out_selected" : "use_all.taken_out"));
+  if (all) return say("info", chosen ? t("use_all.taken_out_selected") : t("use_all.taken_out"));
   const { on } = settings ? choice(settings, found.devices) : { on: found.devices };
   if (on.length < 2) return say("warn", t("use_all.one_is_on", { all: found.devices.length }));
-  return say("info", t(count === 1 ? "use_all.done_one" : "use_all.done", { count, devices: on.length }));
+  const devices = on.length;
+  return say("info", count === 1 ? t("use_all.done_one", { devices }) : t("use_all.done", { count, devices }));
 }
 
 export function toggle() {
@@ -259,7 +260,8 @@ export function label() {
 /** The entry in the menu of a sampler. */
 function itemFor(node) {
   const chosen = new Set([node]);
-  return { content: t(usesAll(chosen) ? "use_all.take_out_selected" : "use_all.put_in_selected"), callback: () => change(chosen) };
+  const content = usesAll(chosen) ? t("use_all.take_out_selected") : t("use_all.put_in_selected");
+  return { content, callback: () => change(chosen) };
 }
 
 app.registerExtension({

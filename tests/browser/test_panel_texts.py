@@ -71,7 +71,7 @@ def test_one_visible_gpu_is_said_instead_of_a_start_that_never_comes(page, panel
     activity = panel.locator(".cp-activity").last
     expect(activity).to_have_text(re.compile(r"^1 GPU visible, nothing to share\. CUDA_VISIBLE_DEVICES is 2: "))
     tell(state="off", ranks=[], alone=None)
-    expect(activity).to_have_text("All GPUs compute each picture or video together.")
+    expect(activity).to_have_text("Press the button, then Run: all GPUs compute each picture or video together.")
     page.evaluate("prompt => app.loadApiJson(prompt, 'test')", flux_prompt(cp={}))
     page.evaluate("() => app.loadGraphData(app.graph.serialize())")
     expect(activity).to_have_text(re.compile("^Workers start with the next prompt"))

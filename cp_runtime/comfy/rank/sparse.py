@@ -9,7 +9,6 @@ Shape suffixes: B batch, H heads of this rank, T all tokens, D head dimension; P
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -18,14 +17,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...engine.call import RunningCall
-from ..shared.attention import SPARSE_NODE
 
 
 class SparseAttention:
     """The node's attention in one call. `settings`: of its `SparseAttnPatch`."""
 
     def __init__(self, settings: Mapping[str, Any], call: RunningCall) -> None:
-        self._node = importlib.import_module(SPARSE_NODE)
+        from comfy_extras import nodes_sparse_attention  # since 0.36
+
+        self._node: Any = nodes_sparse_attention
         self._patch, self._call = _patch(self._node, tuple(sorted(settings.items()))), call
         self._tiles: tuple[Any, Tensor | None] | None = None  # layout and gate of the attention that comes next
 

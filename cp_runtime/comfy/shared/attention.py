@@ -35,10 +35,10 @@ OVERRIDES: Mapping[str, str] = {
 }
 """`module in its pack:qualified name` of an override -> the variable that holds its attention function."""
 
-SPARSE_NODE = "comfy_extras.nodes_sparse_attention"
-"""Module of ComfyUI's Model Sparse Attention, since 0.36. Its override, and its patches of MiniMax-H3's blocks:"""
-SPARSE_OVERRIDE = f"{SPARSE_NODE}:make_attention_override.<locals>.override"
-SPARSE_BLOCK = f"{SPARSE_NODE}:make_h3_block_patch.<locals>.block_patch"
+SPARSE_OVERRIDE = "comfy_extras.nodes_sparse_attention:make_attention_override.<locals>.override"
+"""Of ComfyUI's Model Sparse Attention, since 0.36."""
+SPARSE_BLOCK = "comfy_extras.nodes_sparse_attention:make_h3_block_patch.<locals>.block_patch"
+"""The same node's patch of MiniMax-H3's blocks."""
 
 SAGE_OF_PACK = _KJ + "get_sage_func.<locals>.attention_sage"
 FLASH_OF_PACK = "patch_flash_attention:get_flash_attn_func.<locals>.attention_flash"

@@ -114,7 +114,8 @@ def timed(patcher: Any) -> Any:
         nonlocal timer
         machine = f"{device_name(torch.device(device))}, {device_driver()}"
         timer = RunStats(recipe_key(model), machine, unit)
-        CONTROLLER.journal.begin_run(timer, executing_node())
+        # Where a model passes through, the text that says so is the node's that shares out.
+        CONTROLLER.journal.begin_run(timer, executing_node() if nothing_to_share() is None else None)
         return executor(model, *args, **kwargs)
 
     def sample(

@@ -119,9 +119,9 @@ def _layers(model: nn.Module) -> tuple[str, ...]:
 
 def _sparse(override: Any) -> dict[str, Any]:
     """Return the settings of Model Sparse Attention from its override. Raises UnsupportedError for an unknown version of it."""
-    patch, node = _held(override).get("patch"), vars(sys.modules[override.__module__])
+    patch, node = _held(override).get("patch"), vars(sys.modules.get(override.__module__, sys))
     made = node.get("SparseAttnPatch")
-    settings = {} if made is None else {name: vars(patch).get(name) for name in inspect.signature(made).parameters}
+    settings = {} if made is None else {name: getattr(patch, name, None) for name in inspect.signature(made).parameters}
     known = bool(settings) and type(patch) is made and {"make_attention_override", "h3_eligible", "ck"} <= node.keys()
     if not known or not all(isinstance(value, (bool, int, float, str, set)) for value in settings.values()):
         raise UnsupportedError(
