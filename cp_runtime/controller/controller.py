@@ -252,6 +252,7 @@ class Controller:
         unused = {key for key, models in list(self._owners.items()) if not models and key != target.key}
         workers.models.drop(unused & workers.models.held.keys(), cancelled)
         if not workers.models.has(config, target):
+            self._free_for_ranks(config.local)  # of ComfyUI's models on devices that it does not load this one to
             choice = workers.models.choose_placement(config, target, cancelled)
             workers.models.load(config, target, choice, cancelled)
         workers.models.held[target.key].aside = False

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -21,6 +22,7 @@ RANKS_PER_ACCELERATOR = 8  # the same, where ranks share one over gloo
 ONE_CARD = "CP_TEST_ONE_CARD"
 """Environment variable by which tests have NCCL connect ranks on one GPU: see `launcher.as_host`."""
 _DEVICE = re.compile(r"([a-z]+)(?::(\d{1,3}))?")
+_ARCHITECTURE = re.compile(r"(sm|compute)_(\d+)(\d)[af]?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,11 +32,18 @@ class DeviceInventory:
     type: str
     count: int
     others: tuple[str, ...] = ()  # of other machines, such as "pc2/cuda:0"
+    too_old: tuple[int, ...] = ()  # numbers of those that torch was built without kernels for
+
+    @property
+    def usable(self) -> list[int]:
+        """Numbers of the accelerators that torch has kernels for."""
+        return [number for number in range(self.count) if number not in self.too_old]
 
     @property
     def max_ranks(self) -> int:
         """One rank per accelerator; on a machine without any, a few CPU ranks per core. Only `devices` can ask for more."""
-        return (CPU_RANKS_PER_CORE * (os.cpu_count() or 1) if self.type == "cpu" else self.count) + len(self.others)
+        own = CPU_RANKS_PER_CORE * (os.cpu_count() or 1) if self.type == "cpu" else len(self.usable)
+        return own + len(self.others)
 
     @property
     def default_ranks(self) -> int:
@@ -43,7 +52,18 @@ class DeviceInventory:
 
     def own(self, ranks: int) -> int:
         """Return how many of `ranks` ranks run on this machine's devices; of 0, how many may by default."""
-        return max(2, ranks - len(self.others)) if self.type == "cpu" else max(1, self.count)
+        return max(2, ranks - len(self.others)) if self.type == "cpu" else max(1, len(self.usable))
+
+
+def has_code(architectures: Sequence[str], capability: tuple[int, int]) -> bool:
+    """Return whether torch, built for these architectures, computes on a CUDA device.
+
+    Binaries ("sm_86") run on later devices of the same major version, other code ("compute_90") on all later ones. Without known
+    architectures, as of ROCm, torch computes.
+    """
+    built = [each for each in map(_ARCHITECTURE.fullmatch, architectures) if each is not None]
+    code = [(each[1] == "sm", (int(each[2]), int(each[3]))) for each in built]
+    return not code or any(made <= capability and (not binary or made[0] == capability[0]) for binary, made in code)
 
 
 def split_device(device: str) -> tuple[str, str]:
@@ -183,7 +203,8 @@ def _resolve_devices(world_size: int, devices: str, backend: str, inventory: Dev
     if not names:
         count = world_size or inventory.default_ranks
         own = min(count, inventory.own(count))
-        here = tuple("cpu" if inventory.type == "cpu" else f"{inventory.type}:{i}" for i in range(own))
+        numbers = inventory.usable or [0]
+        here = tuple("cpu" if inventory.type == "cpu" else f"{inventory.type}:{numbers[i]}" for i in range(own))
         return here + inventory.others[: count - own]
     if world_size not in (0, len(names)):
         raise bad_value("world_size", world_size, f"0 or {len(names)}, the number of entries in devices", "Leave it at 0.")
@@ -221,6 +242,10 @@ def _parse_device(text: str, devices: str, inventory: DeviceInventory) -> str:
             devices,
             f"names with commas between them: {allowed}; {shown(text)} is none of them. {_visible(inventory)}",
             "Leave it empty to use the first ones.",
+        )
+    if index in inventory.too_old:
+        raise bad_value(
+            "devices", devices, "devices that ComfyUI's torch has kernels for", f"{text} is too old for it: leave it out."
         )
     return "cpu" if cpu else f"{inventory.type}:{index}"
 

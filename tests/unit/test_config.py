@@ -6,10 +6,11 @@ import pytest
 
 from cp_runtime.engine.ranks.config import ContextParallelConfig, ParallelConfig, PipelineSettings
 from cp_runtime.errors import MAX_REMEDY, ConfigError
-from cp_runtime.pool.config import DeviceInventory, RuntimeConfig
+from cp_runtime.pool.config import DeviceInventory, RuntimeConfig, has_code
 
 CUDA = DeviceInventory(type="cuda", count=4)
 CPU = DeviceInventory(type="cpu", count=0)
+WITH_AN_OLD_ONE = DeviceInventory(type="cuda", count=3, too_old=(1,))
 
 
 def resolve(inventory=CUDA, **inputs):
@@ -227,3 +228,21 @@ def test_in_diffusers_own_functions_a_config_says_what_to_call_instead(config):
 def test_setup_before_the_process_group_is_refused():
     with pytest.raises(ConfigError, match="init_process_group before setup"):
         ContextParallelConfig(ulysses_degree=2).setup(0, 2, "cpu")
+
+
+def test_a_device_that_torch_has_no_code_for_is_left_out():
+    assert resolve(WITH_AN_OLD_ONE).devices == ("cuda:0", "cuda:2")
+    assert resolve(WITH_AN_OLD_ONE, devices="cuda:2,cuda:0").devices == ("cuda:2", "cuda:0")
+    with pytest.raises(ConfigError, match="cuda:1 is too old for it"):
+        resolve(WITH_AN_OLD_ONE, devices="cuda:0,cuda:1")
+    with pytest.raises(ConfigError, match="world_size"):
+        resolve(WITH_AN_OLD_ONE, world_size=3)
+
+
+def test_architectures_that_torch_was_built_for():
+    built = ["sm_75", "sm_80", "sm_86", "sm_90a", "compute_90"]
+    runs = {version: has_code(built, version) for version in ((6, 1), (7, 0), (7, 5), (8, 0), (8, 9), (9, 0), (12, 0))}
+    assert [version for version, found in runs.items() if not found] == [(6, 1), (7, 0)]
+    assert not has_code(["sm_80", "sm_90"], (12, 0))
+    assert has_code(["gfx1100"], (11, 0))
+    assert has_code([], (8, 0))

@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Set
+from functools import cache
 from itertools import permutations
 from typing import Any
 
@@ -23,7 +24,7 @@ from ...errors import ChangedFileError, ConfigError, ContextParallelError, RankE
 from ...machines.facts import facts_of
 from ...machines.host import Machines
 from ...machines.wire import parse_address
-from ...pool.config import DeviceInventory, RuntimeConfig, WorkerSite
+from ...pool.config import DeviceInventory, RuntimeConfig, WorkerSite, has_code
 from ...pool.launcher import child_environment
 from ...pool.peers import is_p2p_disabled, without_peer_access
 from ...pool.processes import WAITING
@@ -60,7 +61,20 @@ def device_inventory() -> DeviceInventory:
         count = 0 if kind == "cpu" else torch.get_device_module(kind).device_count()
     except RuntimeError:  # a device type that torch has no module for
         count = 1
-    return DeviceInventory(type=kind, count=count, others=OTHERS.devices)
+    return DeviceInventory(type=kind, count=count, others=OTHERS.devices, too_old=_too_old(count) if kind == "cuda" else ())
+
+
+@cache
+def _too_old(count: int) -> tuple[int, ...]:
+    """Return the numbers of CUDA devices that torch was built without code for."""
+    architectures, found = torch.cuda.get_arch_list(), []
+    for number in range(count):
+        capability = torch.cuda.get_device_capability(number)
+        if not has_code(architectures, capability):
+            found.append(number)
+            name, version = torch.cuda.get_device_name(number), "{}.{}".format(*capability)
+            log.warning("cuda:%d (%s) is left out: torch was built without code for compute capability %s", number, name, version)
+    return tuple(found)
 
 
 def are_here(config: RuntimeConfig) -> bool:
@@ -101,7 +115,7 @@ def found_devices() -> dict[str, Any]:
     no GPUs, None where there are.
     """
     inventory = device_inventory()
-    names = [f"{inventory.type}:{index}" for index in range(inventory.count or inventory.default_ranks)]
+    names = [f"{inventory.type}:{index}" for index in inventory.usable or range(inventory.default_ranks)]
     pairs = [f"{one} to {other}" for one, other in permutations(names, 2)] if is_p2p_disabled() else None
     reason = why_no_gpu(inventory, args.cpu, bool(torch.version.cuda or torch.version.hip))
     own = [{"name": name, **_description(inventory.type, index)} for index, name in enumerate(names)]
