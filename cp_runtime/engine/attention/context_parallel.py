@@ -38,7 +38,7 @@ from ..ranks.config import EIGHT_BIT, ContextParallelConfig
 from ..ranks.mesh import SequenceMesh
 from ..ranks.sharding import JointLayout, chunk_spans, split_sizes
 from . import eight_bits
-from .kernels import additive, attend_with_lse
+from .kernels import additive, attend_with_lse, select
 from .ring import rotate
 from .ulysses import HeadExchange, repeats
 
@@ -136,7 +136,10 @@ def context_parallel_attention(
         k_BLKD, v_BLKD = (t.index_select(1, k_owned) for t in (k_BLKD, v_BLKD))
     if (times := K // k_BLKD.shape[2]) > 1:
         k_BLKD, v_BLKD = (t.repeat_interleave(times, 2) for t in (k_BLKD, v_BLKD))
-    kernels = attend or sdpa(scale, by_kernel), partial(attend_with_lse, scale=scale, kernel=kernel) if merging else None
+    with_lse: Callable[..., tuple[Tensor, Tensor]] | None = None
+    if merging:
+        with_lse = partial(attend_with_lse, scale=scale, kernel=_agreed(kernel, q_BLHD, k_BLKD, mask, mesh))
+    kernels = attend or sdpa(scale, by_kernel), with_lse
 
     def over_chunks(qkv: list[Tensor], units: tuple[int, int]) -> Tensor:
         own = mask
@@ -149,6 +152,16 @@ def context_parallel_attention(
     else:
         out_BLHD = in_rounds(exchanges, q_BLHD, k_BLKD, v_BLKD, lengths, H // K, over_chunks, config.exchange == EIGHT_BIT)
     return _held(out_BLHD, mesh, q_layout, q_owned)
+
+
+def _agreed(kernel: str | None, q: Tensor, k: Tensor, mask: Tensor | None, mesh: SequenceMesh) -> str | None:
+    """Return the kernel that is asked for, if every rank can run it: one that computes otherwise than the others would show."""
+    key = kernel, q.dtype, q.shape[-1], mask is None
+    if kernel is not None and key not in mesh.kernels:
+        lacks = select(q.transpose(1, 2), k.transpose(1, 2), mask, kernel).name != kernel
+        all_can = not mesh.whole.largest(torch.tensor([float(lacks)], device=q.device)).item()
+        mesh.kernels[key] = kernel if all_can else None
+    return mesh.kernels[key] if kernel is not None else None
 
 
 class _Plan(NamedTuple):

@@ -101,6 +101,7 @@ class SequenceMesh:
 
     Attributes:
         plans: cached plans of attentions among these ranks, by shapes.
+        kernels: kernels that were asked for, by form of attention; None = not every rank can run it.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class SequenceMesh:
         self._peers = peers or [[self.whole.global_rank(rank) for rank in range(self.size)]]
         self._axes: dict[tuple[int, int], SequenceAxes] = {}
         self.plans: dict[object, Any] = {}
+        self.kernels: dict[object, str | None] = {}
 
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh, shares: Shares = ()) -> SequenceMesh:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from support.ranks import finish, report, start
 
 from cp_runtime.engine.attention import context_parallel as attention
+from cp_runtime.engine.attention import kernels
 from cp_runtime.engine.ranks.config import ContextParallelConfig
 from cp_runtime.engine.ranks.mesh import SequenceMesh
 from cp_runtime.engine.ranks.sharding import JointLayout
@@ -47,5 +48,29 @@ with torch.no_grad():
     attention.PLANS = 2  # they are made again when there are too many
     numbers = torch.maximum(numbers, torch.tensor([max(attend(*case)[0] for case in CASES), 0.0]))
 dist.all_reduce(numbers, dist.ReduceOp.MAX)
-report(worst=numbers[0].item(), differs=bool(numbers[1]), alive=alive, kept=kept, later=max(len(m.plans) for m in meshes.values()))
+# A kernel that one rank alone can run, and one that all can.
+ran = []
+
+
+def run(q, k, v, mask, scale):
+    ran.append(rank)
+    return next(each for each in STOCK if each.name == "math").run(q, k, v, mask, scale)
+
+
+STOCK = kernels.KERNELS
+picky = kernels.Kernel("picky", run, lambda *inputs: rank == 0, on_request=True)
+willing = kernels.Kernel("willing", run, lambda *inputs: True, on_request=True)
+kernels.KERNELS = (picky, willing, *STOCK)
+layout, config = JointLayout((24,), world), ContextParallelConfig(ring_degree=world, rotate_method="alltoall", ring_anything=True)
+tokens = layout.take_local(torch.randn(1, 24, 2, 8, generator=torch.Generator().manual_seed(0)), rank, 1)
+mesh, used = meshes[()], []
+with torch.no_grad():
+    for name in ("picky", "picky", "willing", "willing"):
+        before = len(ran)
+        attention.context_parallel_attention(tokens, tokens, tokens, mesh=mesh, config=config, q_layout=layout, kernel=name)
+        used.append(float(len(ran) > before))
+used = torch.tensor(used)
+dist.all_reduce(used)
+report(worst=numbers[0].item(), differs=bool(numbers[1]), alive=alive, kept=kept, later=max(len(m.plans) for m in meshes.values()),
+       ran=used.tolist(), world=world)  # fmt: skip
 finish()
