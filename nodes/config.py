@@ -12,13 +12,16 @@ from ..cp_runtime.pool.settings import SETTINGS, Setting
 
 CPConfigType = io.Custom("CP_CONFIG")
 CATEGORY = "context parallel"
-ALIASES = ["context parallel", "cp", "ulysses", "ring attention", "usp", "xdit", "raylight"]
+ALIASES = ["context parallel", "cp"]
 WANTED = [
-    "faster", "speed up", "slow", "gpu speed", "split", "2 gpu", "two gpus", "dual gpu", "second gpu", "multi gpu", "multiple gpu",
-    "several gpus", "all gpus", "nvlink", "distributed", "parallel", "sequence parallel",
-    "vram", "out of memory", "oom", "low vram", "large model", "bigger model", "model too big", "cuda", "slow sampling",
-    "显存", "爆显存", "显存不足", "メモリ不足", "遅い", "速い",
-    "faster vae", "加速", "多显卡", "多卡", "双卡", "多GPU", "并行", "高速化", "複数GPU", "並列",
+    "ulysses", "ring attention", "usp", "xdit", "xfuser", "raylight", "multigpu", "tensor parallel", "sequence parallel", "workers",
+    "faster", "speed up", "slow", "slow sampling", "gpu speed", "split", "split model", "distributed", "parallel", "nvlink",
+    "2 gpu", "two gpus", "dual gpu", "second gpu", "multi gpu", "multiple gpu", "several gpus", "all gpus", "use both gpus",
+    "cluster", "network", "second computer", "two computers", "remote gpu",
+    "vram", "out of memory", "cuda out of memory", "oom", "low vram", "large model", "bigger model", "model too big",
+    "model too large", "cuda",
+    "显存", "爆显存", "显存不足", "加速", "多显卡", "多卡", "双卡", "多GPU", "并行", "分布式", "集群", "两台电脑", "模型太大",
+    "メモリ不足", "遅い", "速い", "高速化", "複数GPU", "マルチGPU", "並列", "分散", "2台のPC", "モデルが大きすぎる",
 ]  # fmt: skip
 """Search terms of people who know nothing of context parallelism: they lead to the only node they need."""
 
@@ -49,7 +52,7 @@ class CPConfig(io.ComfyNode):
             node_id="CPConfig",
             display_name="CP Config",
             category=CATEGORY,
-            search_aliases=ALIASES,
+            search_aliases=[*ALIASES, "which gpus", "degrees"],
             description="Chooses which GPUs work together, and how each call of the model is split over them. Leave everything at "
             "its default to use all GPUs. The node itself starts nothing.",
             inputs=[_input(name, setting) for name, setting in SETTINGS.items()],

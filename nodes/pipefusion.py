@@ -25,7 +25,7 @@ class CPPipeFusion(io.ComfyNode):
             node_id="CPPipeFusion",
             display_name="CP PipeFusion",
             category=CATEGORY,
-            search_aliases=[*ALIASES, "pipeline", "ethernet", "two computers"],
+            search_aliases=[*ALIASES, "pipeline", "slow link", "ethernet"],
             description="Approximate with more than one patch: after 20 steps the latent is off by about 1 % of its deviation, "
             "with a high CFG by 3 %. Each device computes some of the model's blocks, and patches of the picture pass through the "
             "devices one behind the other. For links on which other splits gain nothing, and models that fit no device. With one "

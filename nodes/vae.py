@@ -74,7 +74,7 @@ class CPVAEDecode(io.ComfyNode):
             node_id="CPVAEDecode",
             display_name="CP VAE Decode",
             category=CATEGORY,
-            search_aliases=[*ALIASES, "vae decode", "decode latent", "tiled decode"],
+            search_aliases=[*ALIASES, "vae decode", "decode latent", "tiled decode", "vae that decodes faster"],
             description="VAE Decode on several devices together, with the same picture. Use it instead of VAE Decode or VAE Decode "
             "(Tiled). Decoding takes about 1/N of the time and, in mode exact, of the memory.",
             inputs=_inputs(io.Latent.Input("samples", tooltip="The latent to decode."), "Decode", 32),

@@ -147,6 +147,37 @@ def test_a_model_that_is_larger_than_one_device(page: Page, link: str) -> None:
     page.locator(".context-parallel-tab-button").click()
 
 
+WORDS = {
+    "Apply Context Parallel": (
+        "faster, speed up, two gpus, dual gpu, use both gpus, raylight, ulysses, tensor parallel, distributed, workers, cluster, "
+        "second computer, two computers, model too large, split model, cuda out of memory, low vram, nvlink, context parallel, "
+        "多显卡, 双卡, 分布式, 显存不足, 加速, マルチGPU, 複数GPU, メモリ不足, 高速化"
+    ),
+    "CP VAE Decode": "faster vae",
+    "CP PipeFusion": "slow link",
+    "CP Config": "which gpus",
+}
+NOT_FIRST = "multi gpu, network, oom, xdit"
+"""Words that stand in the name of a node of ComfyUI's own, or nearly do."""
+
+
+def test_every_word_finds_the_node_that_is_meant(page: Page) -> None:
+    page.evaluate("app.extensionManager.command.execute('Workspace.SearchBox.Toggle')")
+    search, found, wrong = page.get_by_placeholder("Add a node..."), page.get_by_test_id("result-item"), []
+    for node, words, where in (
+        *((node, words, found.first) for node, words in WORDS.items()),
+        ("Apply Context Parallel", NOT_FIRST, None),
+    ):
+        for word in words.split(", "):
+            search.fill(word)
+            try:
+                expect(where or found.filter(has_text=node).first).to_contain_text(node, timeout=3000)
+            except AssertionError:
+                wrong.append((word, [text.partition("\n")[0] for text in found.all_inner_texts()]))
+    page.keyboard.press("Escape")
+    assert not wrong
+
+
 def test_one_node_found_by_a_search_makes_a_graph_faster(page: Page) -> None:
     page.evaluate("prompt => app.loadApiJson(prompt, 'mine')", STOCK)
     page.evaluate(LOOK)
