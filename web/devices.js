@@ -56,7 +56,8 @@ function working() {
   return configs.filter((node) => node.mode === ACTIVE);
 }
 
-function forget() {
+/** Look at the graph again: it has changed. */
+export function forget() {
   configs = null;
 }
 

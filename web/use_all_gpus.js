@@ -4,7 +4,7 @@
 
 import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
-import { choice, foundDevices } from "./devices.js";
+import { choice, forget, foundDevices } from "./devices.js";
 import { t } from "./panel/texts.js";
 
 const APPLY = "ApplyContextParallel";
@@ -239,6 +239,7 @@ async function change(chosen) {
     app.canvas.setDirty(true, true);
   }
   if (all) return say("info", chosen ? t("use_all.taken_out_selected") : t("use_all.taken_out"));
+  forget(); // no event has told of the change yet
   const { on } = settings ? choice(settings, found.devices) : { on: found.devices };
   if (on.length < 2) return say("warn", t("use_all.one_is_on", { all: found.devices.length }));
   const devices = on.length;

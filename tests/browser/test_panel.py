@@ -131,7 +131,8 @@ def test_measure(browser_server, page, panel, picture):
         if cancelled:
             panel.get_by_role("button", name="Cancel measuring").click()
             expect(speed).to_contain_text(re.compile(NOT_MEASURED))
-    times = re.compile(r"\d+\.\d × as fast as one process(?! \(estimated)")
+    # Of a figure that cannot be, where others use the cores, it says only that.
+    times = re.compile(r"\d+\.\d × as fast as one process(?! \(estimated)|the comparison was disturbed")
     for run in (SHORT, LONG):
         load(page, **run)
         page.evaluate(CENTRE)
@@ -145,7 +146,8 @@ def test_measure(browser_server, page, panel, picture):
         expect(speed).to_have_text(times)
         now = browser_server.get("/context_parallel/status")["speed"]
         expect(speed).to_have_text(now["words"])
-        assert now["times"] == now["seconds_per_call_on_one_device"] / now["seconds_per_call"]
+        if now["times"] is not None:
+            assert now["times"] == now["seconds_per_call_on_one_device"] / now["seconds_per_call"]
         expect(page.get_by_text(re.compile(f"^{re.escape(now['words'])} · "))).to_have_count(1)
         assert now["words"].startswith(f"{run['steps']} steps in ")
         expect(button).to_have_text("Measure again")

@@ -60,7 +60,8 @@ def test_speedup_is_known_for_families_without_a_wrapper_of_the_transformer(serv
         return server.run(prompt).check().report
 
     assert report(1)["calls"] == 3
-    assert report(2)["speedup"] > 0
+    compared = report(2)
+    assert (compared["speedup"] or 0) > 0 or "the comparison was disturbed" in compared["speed"]  # others use the cores
     assert report(2, batch=2)["speedup"] is None
 
 
@@ -212,12 +213,17 @@ def test_speedup_is_known_after_a_run_on_one_device(fresh_server):
     _, report = sampled(server, **CP)
     assert report["seconds_per_call_on_one_device"] is None
     assert report["speedup"] is None
-    _, alone = sampled(server, world_size=1)
-    assert (alone["world_size"], alone["calls"]) == (1, 4)
-    assert 0 < alone["seconds_per_call"] <= alone["seconds"]
-    text, report = sampled(server, **CP)
-    assert report["seconds_per_call_on_one_device"] == alone["seconds_per_call"]
-    assert report["speedup"] == pytest.approx(alone["seconds_per_call"] / report["seconds_per_call"], abs=0.02)
+    for attempt in range(4):  # a figure that cannot be, where others used the cores, is not shown
+        _, alone = sampled(server, world_size=1)
+        assert (alone["world_size"], alone["calls"]) == (1, 4)
+        assert 0 < alone["seconds_per_call"] <= alone["seconds"]
+        text, report = sampled(server, **CP)
+        if report["speedup"] is not None:
+            break
+        assert "the comparison was disturbed" in report["speed"]
+    one = report["seconds_per_call_on_one_device"]
+    assert one == alone["seconds_per_call"] or attempt > 0
+    assert report["speedup"] == pytest.approx(one / report["seconds_per_call"], abs=0.02)
     # One figure everywhere.
     summary, _ = picture(server, text)
     assert summary.splitlines()[0] == report["speed"]
@@ -227,7 +233,7 @@ def test_speedup_is_known_after_a_run_on_one_device(fresh_server):
     assert re.match(r"4 steps in \S+ s instead of about \S+ s: \d+\.\d × as fast as one process", speed["words"])
     assert f": {report['speedup']:.1f} × " in speed["words"] or abs(report["speedup"] * 10 % 1 - 0.5) < 0.06  # rounded twice
     assert speed["times"] == pytest.approx(report["speedup"], abs=0.005)
-    assert speed["seconds_per_call_on_one_device"] == pytest.approx(alone["seconds_per_call"], abs=1e-4)
+    assert speed["seconds_per_call_on_one_device"] == pytest.approx(one, abs=1e-4)
     assert speed["seconds_per_call"] == pytest.approx(report["seconds_per_call"], abs=1e-4)
     assert call["waiting_share"] == pytest.approx(report["communication_share"], abs=1e-4)
     assert call["degrees"] == {"ulysses": 2, "ring": 1, "batch": 1}
