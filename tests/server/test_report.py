@@ -213,16 +213,18 @@ def test_speedup_is_known_after_a_run_on_one_device(fresh_server):
     _, report = sampled(server, **CP)
     assert report["seconds_per_call_on_one_device"] is None
     assert report["speedup"] is None
-    for attempt in range(4):  # a figure that cannot be, where others used the cores, is not shown
+    tried = []
+    while len(tried) < 4:  # a figure that cannot be, where others used the cores, is not shown
         _, alone = sampled(server, world_size=1)
         assert (alone["world_size"], alone["calls"]) == (1, 4)
         assert 0 < alone["seconds_per_call"] <= alone["seconds"]
         text, report = sampled(server, **CP)
+        tried.append(report)
         if report["speedup"] is not None:
             break
         assert "the comparison was disturbed" in report["speed"]
     one = report["seconds_per_call_on_one_device"]
-    assert one == alone["seconds_per_call"] or attempt > 0
+    assert one == alone["seconds_per_call"] or len(tried) > 1
     assert report["speedup"] == pytest.approx(one / report["seconds_per_call"], abs=0.02)
     # One figure everywhere.
     summary, _ = picture(server, text)
