@@ -102,6 +102,7 @@ VALUES_ONLY = {
     r"LatentConcat|\w+LatentUpsampler|\w+LatentUpscaleWithModel|LTXVSeparateAVLatent|SeedVR2TemporalChunk|VOIDWarpedNoise": (
         "a tensor made from tensors between two samplings"
     ),
+    r"ConditioningLoader": "a conditioning from a file, as an encoder makes it",
     r"KSamplerSelect": "the name of a sampler; samplers see one denoised latent per call, whoever computes it",
 }
 """Node classes that change nothing but numbers in what arrives at the forward, and so need no test of their own. Keep it short."""

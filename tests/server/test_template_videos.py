@@ -254,6 +254,12 @@ MINIMAX_033 = {
     for name, case in {
         "MiniMaxH3AddGuide": GraphCase("minimax", MINIMAX_GUIDES, {"positive": ["node", 0]}),
         "masks per token of MiniMax-H3": GraphCase("minimax", MINIMAX_MASKS, {"latent_image": ["node", 0]}),
+        "ModelAttentionBackend": GraphCase(
+            "minimax",
+            settings={"model_nodes": [("ModelAttentionBackend", {"attention": "pytorch attention"})]},
+            matters=False,
+            since="0.33.0",
+        ),
         "MiniMaxH3SigmaShift": GraphCase("minimax", settings={"steps": 2, "model_nodes": SHIFTS}),
     }.items()
     for mode, ulysses, ring in (("Ulysses", 2, 1), ("ring", 1, 2))
