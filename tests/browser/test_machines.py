@@ -39,9 +39,14 @@ def test_a_computer_is_added_and_removed(browser_server, page, panel):
     expect(machines.first).to_contain_text("ready: the next prompt uses it")
     expect(machines.first).to_contain_text("pc2/cuda:0, pc2/cuda:1")
     expect(machines.last).to_contain_text("torch: 2.9.0 there")
+    last = machines.last.get_by_role("button", name="Remove")
+    last.focus()
     with page.expect_request(lambda request: request.post_data == '{"remove":"pc2"}'):
         machines.first.get_by_role("button", name="Remove").click()
     expect(machines).to_have_count(1)
+    last.focus()
+    page.wait_for_timeout(2500)  # the list is asked for again
+    expect(last).to_be_focused()
     expect(command).to_contain_text("join.py 127.0.0.2:")  # others may use it
     page.unroute(f"**{MACHINES}")
     expect(machines).to_have_count(0)

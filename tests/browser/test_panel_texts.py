@@ -95,19 +95,24 @@ def test_nothing_is_kept_from_who_does_not_see_it_or_has_no_mouse(page, panel, t
     ):
         expect(focused).to_have_accessible_description(re.compile(f"^{hint}"))
     expect(panel.get_by_role("alert")).to_contain_text("line 0 of what a rank wrote")
-    assert panel.locator("[aria-live='polite']").evaluate_all("all => all.map(each => each.className.split(' ')[0])") == [
-        "cp-speed",
-        "cp-headline",
-    ]
-    wanted = panel.locator("button, summary, input, pre").evaluate_all(
+    # One region is read aloud, once for a state that lasts; figures are not.
+    live = panel.get_by_role("status")
+    expect(live).to_have_text("failed")
+    assert panel.locator("[aria-live]").count() == 0
+    wanted = panel.locator("button, summary, input, pre, [tabindex='0']").evaluate_all(
         "all => all.filter(e => e.checkVisibility() && !e.disabled).length"
     )
-    panel.locator("button").first.focus()
+    panel.locator("[tabindex='0']").first.focus()
     reached = set()
     for _ in range(wanted):
         reached.add(page.evaluate("[...document.querySelectorAll('.cp-panel *')].indexOf(document.activeElement)"))
         page.keyboard.press("Tab")
     assert len(reached - {-1}) == wanted
+    # A hint is shown to keys and fingers; what is made anew keeps the focus.
+    fact = panel.locator("[data-hint]").filter(has_text="Models")
+    fact.first.focus()
+    assert fact.first.evaluate("e => getComputedStyle(e, '::after').content.length") > 50
     tell(last_error=None, errors=[an_error()])
+    expect(fact.first).to_be_focused()
     expect(panel.get_by_role("alert")).to_have_count(0)
     expect(panel.locator(".cp-past strong")).to_have_count(1)

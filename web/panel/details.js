@@ -1,6 +1,6 @@
 // What stands behind the panel's few words, for those who open it: how a call was split, what it took, what each rank holds.
 
-import { fact, gibibytes, make, seconds } from "./elements.js";
+import { fact, gibibytes, hint, make, seconds } from "./elements.js";
 import { deviceName } from "./ranks.js";
 import { t } from "./texts.js";
 
@@ -13,8 +13,8 @@ function ofAll(now) {
   const workers = [t("ranks", { count: now.world_size })];
   if (now.backend) workers.push(now.backend);
   if (now.peer_to_peer === false) workers.push(t("no_peer_to_peer"));
-  const hint = [t("hint.workers"), now.fallback].join("\n").trim();
-  const list = make("div", "cp-facts", null, fact(t("fact.workers"), workers.join(", "), hint));
+  const text = [t("hint.workers"), now.fallback].join("\n").trim();
+  const list = make("div", "cp-facts", null, fact(t("fact.workers"), workers.join(", "), text));
   const models = Object.entries(now.weights); // "sharded: 64 GB of weights as 2 × 35 GB of 48 GB", by file
   const names = models.map(([model, reason]) => `${model} (${t(`weights.${reason.match(/^\w+/)[0]}`)})`);
   const reasons = models.map(([, reason]) => reason);
@@ -62,11 +62,11 @@ function ofRank(rank) {
   const memory = [t("memory.host", { size: gibibytes(rank.memory.host) })];
   if (rank.memory.device) memory.push(t("memory.device", { size: gibibytes(rank.memory.device) }));
   const title = make("strong", "", t("rank_title", { device: deviceName(rank.rank, rank.device), rank: rank.rank }));
-  title.title = t("hint.rank", { rank: rank.rank, device: rank.device });
-  const list = make("div", "cp-facts", null, title, fact(t("fact.memory"), memory.join(", "), t("hint.memory")));
+  hint(title, t("hint.rank", { rank: rank.rank, device: rank.device })).dataset.key = `rank ${rank.rank}`;
+  const list = make("div", "cp-facts", null, title, fact(t("fact.memory"), memory.join(", "), t("hint.memory"), rank.rank));
   const tokens = Object.entries(rank.tokens).map(([stream, count]) => `${count} ${stream}`);
-  if (tokens.length) list.append(fact(t("fact.tokens"), tokens.join(", "), t("hint.tokens")));
-  list.append(fact(t("fact.process"), String(rank.pid), t("hint.process")));
+  if (tokens.length) list.append(fact(t("fact.tokens"), tokens.join(", "), t("hint.tokens"), rank.rank));
+  list.append(fact(t("fact.process"), String(rank.pid), t("hint.process"), rank.rank));
   list.dataset.detailsOf = rank.rank;
   return list;
 }

@@ -2,6 +2,21 @@
 
 import { t } from "./texts.js";
 
+/** Give an element a hint that a mouse, a key or a finger shows (`[data-hint]` in the style sheet), and that is read aloud. */
+export function hint(element, text) {
+  element.dataset.hint = element.title = text;
+  element.setAttribute("aria-description", text);
+  if (element.tabIndex < 0) element.tabIndex = 0;
+  return element;
+}
+
+/** Make elements inside of another one anew, and put the focus where it was: on the one with the same `data-key`. */
+export function renew(element, children) {
+  const { key } = element.contains(document.activeElement) ? document.activeElement.dataset : {};
+  element.replaceChildren(...children);
+  if (key) element.querySelector(`[data-key="${CSS.escape(key)}"]`)?.focus({ preventScroll: true });
+}
+
 /** An element with text and children. Text is never parsed as HTML: errors hold what other programs wrote. */
 export function make(tag, className, text, ...children) {
   const element = document.createElement(tag);
@@ -65,10 +80,10 @@ export function labelledSwitch(text, hint, switched) {
 }
 
 /** A line of a name and what it stands for. The hint says what can be done about it, and explains the words. */
-export function fact(name, value, hint) {
+export function fact(name, value, text, of = "") {
   const row = make("div", "cp-fact", null, make("span", "cp-name", name), make("span", "cp-value", value));
-  row.title = hint;
-  return row;
+  row.dataset.key = `${of} ${name}`;
+  return hint(row, text);
 }
 
 export function seconds(value) {

@@ -55,7 +55,13 @@ export function otherComputers() {
     join.hidden = !code;
     add.hidden = Boolean(code); // it is good for any number of computers
     command.textContent = code ? `${JOIN} ${code}` : "";
-    list.replaceChildren(...found.machines.map((machine) => line(machine, () => change({ remove: machine.name }))));
+    const names = found.machines.map((machine) => machine.name);
+    for (const child of [...list.children]) if (!names.includes(child.dataset.machine)) child.remove();
+    for (const machine of found.machines) {
+      let there = [...list.children].find((child) => child.dataset.machine === machine.name);
+      if (!there) list.append((there = line(machine.name, () => change({ remove: machine.name }))));
+      there.update(machine);
+    }
   }
 
   element.addEventListener("toggle", () => {
@@ -66,12 +72,16 @@ export function otherComputers() {
   return element;
 }
 
-function line({ name, state, why, devices }, remove) {
+/** A computer; its `update` takes what the server says of it. Its button keeps the focus. */
+function line(name, remove) {
   const gone = button("pi-times", remove);
   gone.say(t("machines.remove"));
-  const words = [t(`machines.state.${state}`), (devices ?? []).map((device) => `${name}/${device}`).join(", "), ...why].filter(Boolean).join("\n");
-  const text = make("span", "cp-device", null, make("strong", "", name), make("span", "cp-activity", words));
-  const element = make("div", "cp-rank", null, text, gone);
+  const words = make("span", "cp-activity");
+  const element = make("div", "cp-rank", null, make("span", "cp-device", null, make("strong", "", name), words), gone);
   element.dataset.machine = name;
+  element.update = ({ state, why, devices }) => {
+    const own = (devices ?? []).map((device) => `${name}/${device}`).join(", ");
+    words.textContent = [t(`machines.state.${state}`), own, ...why].filter(Boolean).join("\n");
+  };
   return element;
 }

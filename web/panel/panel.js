@@ -2,7 +2,7 @@
 
 import { details } from "./details.js";
 import { deviceCards } from "./device_cards.js";
-import { button, labelledSwitch, make, seconds } from "./elements.js";
+import { button, hint, labelledSwitch, make, renew, seconds } from "./elements.js";
 import { errorCard, pastErrors } from "./error_card.js";
 import { otherComputers } from "./machines.js";
 import { rankList } from "./ranks.js";
@@ -11,23 +11,19 @@ import { label, toggle, usesAll } from "../use_all_gpus.js";
 
 const UNKNOWN = { parts: { cases: ["no_run"], unit: "device" } }; // speed of a run that has not begun
 const BUSY = ["starting", "loading", "computing"];
+const SETTLED = 1000; // milliseconds that a state lasts before it is read aloud: between two calls the ranks are idle
 
 /** The panel; its `update` takes the status and what this page is doing about the workers at the moment. */
 export function makePanel({ restart, measure, prefer }) {
-  const speed = make("div", "cp-speed");
-  speed.title = t("hint.speed");
-  speed.setAttribute("aria-live", "polite");
-  const measuring = button("pi-stopwatch", () => measure(stoppable));
-  measuring.title = t("hint.measure");
+  const speed = hint(make("div", "cp-speed"), t("hint.speed"));
+  const measuring = hint(button("pi-stopwatch", () => measure(stoppable)), t("hint.measure"));
   const first = make("div", "cp-head", null, speed, measuring);
-  const decoded = make("p", "cp-activity");
-  decoded.title = t("hint.vae");
-  const held = make("p", "cp-activity");
-  held.title = t("hint.models");
+  const decoded = hint(make("p", "cp-activity"), t("hint.vae"));
+  const held = hint(make("p", "cp-activity cp-names"), t("hint.models"));
   const headline = make("div", "cp-headline");
-  headline.setAttribute("aria-live", "polite");
-  const again = button("pi-refresh", restart);
-  again.title = t("hint.restart");
+  const live = make("div", "cp-live");
+  live.setAttribute("role", "status");
+  const again = hint(button("pi-refresh", restart), t("hint.restart"));
   const head = make("div", "cp-head", null, headline, again); // above what may be long
   const activity = make("p", "cp-activity");
   const use = button("pi-bolt", toggle);
@@ -39,11 +35,13 @@ export function makePanel({ restart, measure, prefer }) {
   const past = pastErrors();
   const more = make("details", "cp-details", null, make("summary", "", t("details")), list, byItself, past);
   const others = otherComputers();
-  const element = make("div", "cp-panel", null, first, decoded, held, head, activity, error, use, devices, body, others, more);
+  const element = make("div", "cp-panel", null, first, decoded, held, head, activity, error, use, devices, body, others, more, live);
   element.dataset.testid = "context-parallel-panel";
 
   let stoppable = false; // whether a measurement waits or goes on
   let tick = null; // while workers start, for the seconds that they have taken
+  let told = null; // the state that was read aloud, or will be in a moment
+  let telling = null;
   element.update = (now, { restarting, skew }) => {
     const state = restarting ? "starting" : now?.state;
     const working = Boolean(now) && now.state !== "off";
@@ -61,6 +59,13 @@ export function makePanel({ restart, measure, prefer }) {
     held.hidden = !held.textContent || state === "failed";
     headline.textContent = now ? (find(`state.${state}`) ?? state) : t("waiting_for_server");
     headline.className = `cp-headline cp-${state}`;
+    if (state !== told) {
+      told = state;
+      clearTimeout(telling);
+      telling = setTimeout(() => {
+        live.textContent = [headline.textContent, state === "idle" && !first.hidden ? speed.textContent : ""].filter(Boolean).join(": ");
+      }, SETTLED);
+    }
     headline.title = now?.version ? `Context Parallel ${now.version}` : "";
     again.hidden = !working;
     again.disabled = restarting;
@@ -76,8 +81,8 @@ export function makePanel({ restart, measure, prefer }) {
     clearInterval(tick);
     if (now?.starting) tick = setInterval(() => (element.isConnected ? say() : clearInterval(tick)), 1000);
     devices.update(now);
-    body.replaceChildren(...(working ? [rankList(now)] : []));
-    list.replaceChildren(...(working ? details(now) : []));
+    renew(body, working ? [rankList(now)] : []);
+    renew(list, working ? details(now) : []);
     byItself.set(now?.settings.measure ?? true);
     past.update(now?.errors ?? []);
     more.hidden = others.hidden = !now;

@@ -1,6 +1,6 @@
 // The ranks by the names of their devices, and what each is doing.
 
-import { make } from "./elements.js";
+import { hint, make } from "./elements.js";
 import { find, t } from "./texts.js";
 
 const GPUS = ["cuda", "xpu"];
@@ -22,8 +22,8 @@ export function rankList(now) {
     const line = make("div", "cp-rank", null, make("strong", "", device), make("span", `cp-state cp-${rank.state}`, word));
     line.dataset.rank = rank.rank;
     line.classList.toggle("cp-culprit", Boolean(rank.culprit));
-    line.title = t("hint.rank", { rank: rank.rank, device: rank.device });
-    if (rank.state === "ended" && culprit) line.title = t("hint.ended", { device: deviceName(culprit.rank, culprit.device) });
+    const ended = rank.state === "ended" && culprit ? t("hint.ended", { device: deviceName(culprit.rank, culprit.device) }) : null;
+    hint(line, ended ?? t("hint.rank", { rank: rank.rank, device: rank.device })).dataset.key = `line ${rank.rank}`;
     list.append(line);
   }
   return list;
