@@ -275,6 +275,15 @@ class Controller:
             workers.pool.close()
             self.journal.changed.set()
 
+    def part_with(self, machine: str) -> None:
+        """End ranks some of which are on a machine that is sent away, unless they compute: then their prompt fails."""
+        if self._lock.acquire(blocking=False):
+            try:
+                if self.workers is not None and machine in self.workers.pool.config.machines:
+                    self._end()
+            finally:
+                self._lock.release()
+
     def _restart(self, done: Future[bool]) -> None:
         try:
             done.set_result(self._restart_now())

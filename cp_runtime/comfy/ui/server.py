@@ -91,6 +91,7 @@ def add_routes(server: Any) -> None:
             if asked.keys() not in ({"add"}, {"remove"}) or not all(isinstance(value, str) for value in asked.values()):
                 raise bad_value("machines", asked, '{"add": "address:port"} or {"remove": name}', "Send one of the two, as text.")
             if "remove" in asked:
+                await asyncio.to_thread(CONTROLLER.part_with, asked["remove"])
                 await asyncio.to_thread(OTHERS.remove, asked["remove"])
                 return web.json_response({"code": None})
             return web.json_response({"code": await asyncio.to_thread(add_machines, asked["add"])})
