@@ -7,8 +7,9 @@ from typing import Any
 from comfy_api.latest import io
 
 from ..cp_runtime.comfy.ui.runtime import OTHERS, device_inventory
+from ..cp_runtime.errors import ConfigError
 from ..cp_runtime.pool.config import RuntimeConfig
-from ..cp_runtime.pool.settings import SETTINGS, Setting
+from ..cp_runtime.pool.settings import SETTINGS, Setting, with_labels
 
 CPConfigType = io.Custom("CP_CONFIG")
 CATEGORY = "context parallel"
@@ -90,4 +91,7 @@ class CPConfig(io.ComfyNode):
 
     @classmethod
     def execute(cls, **inputs: Any) -> io.NodeOutput:
-        return io.NodeOutput(RuntimeConfig.resolve(inventory=device_inventory(), **inputs))
+        try:
+            return io.NodeOutput(RuntimeConfig.resolve(inventory=device_inventory(), **inputs))
+        except ConfigError as error:
+            raise ConfigError(with_labels(str(error))) from None

@@ -176,3 +176,12 @@ SETTINGS = {
         advanced=True, optional=True,
     ),
 }  # fmt: skip
+
+
+def with_labels(message: str) -> str:
+    """Put the labels that CP Config shows in front of the names that a setting's error begins with."""
+    names, colon, rest = message.partition(":")
+    parts = names.split(" x ")
+    if not all(part in SETTINGS for part in parts):
+        return message
+    return " x ".join(f"{SETTINGS[part].label} ({part})" for part in parts) + colon + rest

@@ -10,7 +10,7 @@ def test_a_wrong_setting_is_named_where_a_person_looks(browser_server, page):
     page.get_by_test_id("queue-button").first.click()
     said = page.get_by_test_id("error-overlay-messages")
     expect(said).to_contain_text(
-        "CP Config couldn't validate cp_config: devices: Leave it empty to use the first ones. Got 'cuda:7';"
+        "CP Config couldn't validate cp_config: which GPUs (devices): Leave it empty to use the first ones. Got 'cuda:7';"
     )
     assert page.evaluate("app.graph.nodes.filter(node => node.has_errors).map(node => node.type)") == ["CPConfig"]
     assert browser_server.get("/prompt")["exec_info"]["queue_remaining"] == 0

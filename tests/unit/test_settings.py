@@ -5,6 +5,8 @@ from support.pools import make_pool
 
 from cp_runtime.errors import ConfigError
 from cp_runtime.pool.config import DeviceInventory, RuntimeConfig, timeout_of
+from cp_runtime.pool.settings import SETTINGS as CP_CONFIG
+from cp_runtime.pool.settings import with_labels
 
 SETTINGS = {"CP_STARTUP_TIMEOUT": 300.0, "CP_LOAD_TIMEOUT": 1800.0, "CP_CONNECT_TIMEOUT": 80.0}  # of 4 ranks
 IMPORT = """
@@ -45,3 +47,11 @@ def test_an_error_about_a_long_text_is_short(value):
     with pytest.raises(ConfigError, match=r"devices: .* Got '(c|x)") as caught:
         RuntimeConfig.resolve(inventory=DeviceInventory(type="cpu", count=0), devices=value)
     assert len(str(caught.value)) < 1200
+
+
+def test_errors_of_the_node_begin_with_the_labels_that_it_shows():
+    assert with_labels("devices: Leave it empty.") == "which GPUs (devices): Leave it empty."
+    assert with_labels("shares: Leave them empty: measured.").startswith(f"{CP_CONFIG['shares'].label} (shares): Leave")
+    ring, ulysses = (f"{CP_CONFIG[name].label} ({name})" for name in ("ring_degree", "ulysses_degree"))
+    assert with_labels("ring_degree x ulysses_degree: Change a degree.") == f"{ring} x {ulysses}: Change a degree."
+    assert with_labels("no name: at all") == "no name: at all"
