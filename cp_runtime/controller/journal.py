@@ -155,6 +155,7 @@ class Journal:
             steps=run.steps,
             calls=run.done,
             limit=run.limit,
+            patched=run.patched,
             estimate=None if last is None else last.estimate,
         )
 

@@ -43,8 +43,9 @@ WORDS = {
     "spread": "{speed} ({low} to {high} in {count} measurements)",
     "ended": "{steps} steps in {seconds} s: {speed}",
     "instead": "{steps} steps in {seconds} s instead of about {alone} s: {speed}",
+    "approximate": "{speed} ({patched} of {calls} calls approximate)",
 }
-"""Texts about the speed, by case; the last three hold another one as {speed}. The panel has them in other languages as well."""
+"""Texts about the speed, by case; the last four hold another one as {speed}. The panel has them in other languages as well."""
 NOT_MEASURED = WORDS["not_measured"].format(unit=UNITS["device"])
 
 
@@ -225,6 +226,7 @@ class Speed:
     calls: int = 0
     limit: float = 0.0  # largest speed-up that there can be; 0 = `ranks`
     estimate: float | None = None  # speed-up, predicted
+    patched: int = 0  # calls in patches, which are approximate
 
     @property
     def possible(self) -> Sequence[float]:
@@ -278,6 +280,9 @@ class Speed:
             if times is not None:
                 parts |= _seconds(seconds, times)
             cases.append("ended" if times is None else "instead")
+        if self.patched:
+            parts |= {"patched": self.patched, "calls": self.calls}
+            cases.append("approximate")
         return parts
 
     @property

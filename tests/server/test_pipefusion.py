@@ -54,6 +54,8 @@ def test_what_the_report_says(pool_server, exact):
     report = assert_near(pool_server, exact, "long", patches=8, warmup_calls=2)
     pipeline = report["pipeline"]
     assert (pipeline["exact_calls"], pipeline["approximate_calls"]) == (2, STEPS - 2)
+    assert report["speed"].endswith(f" ({STEPS - 2} of {STEPS} calls approximate)")
+    assert pool_server.status()["speed"]["words"] == report["speed"]
     assert (pipeline["stages"], pipeline["patches"], pipeline["stage_of_rank"]) == (2, 8, [1, 0])
     assert pipeline["bubble"] == pytest.approx(1 / 9, abs=1e-4)
     assert pipeline["bytes_sent"][0] == 0 < pipeline["bytes_sent"][1]
