@@ -217,6 +217,19 @@ def test_a_file_that_is_overwritten_before_its_model_is_merged(file_server, mode
     assert (merged - pictures[0]).abs().max() > 0.1 * merged.std()
 
 
+def test_a_file_that_is_overwritten_after_its_model_was_merged(file_server, models, pictures):
+    """ComfyUI keeps the merge, and has it loaded again for a LoRA."""
+    shutil.copy(models / "original", model_file(models).with_name("second.safetensors"))
+    other = {"other": ("UNETLoader", {"unet_name": "flux.safetensors", "weight_dtype": "default"})}
+    merge = ("ModelMergeSimple", {"model1": MODEL, "model2": ["other", 0], "ratio": 0.3})
+    graph = {"ckpt": "second", "others": other, "model_nodes": [merge], "cp": CP}
+    latent(file_server, cp=CP)
+    latent(file_server, **graph)
+    in_place(models)
+    lora = ("LoraLoaderModelOnly", {"lora_name": "flux_lora.safetensors", "strength_model": 0.7})
+    assert CHANGED in error(file_server, **{**graph, "model_nodes": [merge, lora]})
+
+
 LONG = {"steps": 900, "width": 128, "height": 128}
 
 

@@ -259,6 +259,8 @@ def _encode(key: str, strength: float, patch: Any, strength_model: float, offset
 
 def _encode_weight(key: str, weight: Tensor, convert: Any) -> tuple[Any, ...]:
     """Encode a weight of a merge's other model: stored numbers and dtype. ComfyUI merges no quantised ones."""
+    if (files := getattr(weight, "cp_files", None)) is not None:  # pages of a file, see `ui.files.guard`
+        files.check()
     if type(weight) in (Tensor, nn.Parameter, CastWeight) and getattr(convert, "__module__", "") in CONVERTING:
         return memory_of(weight), weight.dtype
     raise MirrorError(

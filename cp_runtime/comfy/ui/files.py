@@ -53,10 +53,10 @@ def share_file_pages(patcher: Any, recipe: Recipe) -> int:
                 f"{os.path.basename(recipe.path)}. Remove the node that did so and load the model again."
             )
     give_back(weights.values(), mapped(recipe.path))  # all of them have been read
-    guard(model, files)
     for name, module, parameter in own:
         if adopt(module, parameter, weights.get(name)):
             released += weights[name].nbytes
+    guard(model, files)
     return released
 
 
@@ -84,4 +84,6 @@ def guard(model: Any, files: ModelFiles) -> None:
         found: Any = network()
         return type(found).state_dict(found, *args, **kwargs)
 
+    for weight in model.diffusion_model.parameters():
+        weight.cp_files = files  # for merges, which ComfyUI keeps
     model.get_dtype, model.apply_model, model.diffusion_model.state_dict = get_dtype, apply_model, state_dict
