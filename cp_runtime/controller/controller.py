@@ -20,6 +20,7 @@ from ..nested import difference
 from ..pool.config import RuntimeConfig, WorkerSite
 from ..pool.peers import forget_fallbacks
 from ..pool.processes import OtherMachines
+from ..pool.settings import WHOLE
 from ..pool.worker_pool import CallCancelled
 from ..timing.times import Times
 from .calls import ModelCall, ModelState
@@ -252,8 +253,10 @@ class Controller:
         unused = {key for key, models in list(self._owners.items()) if not models and key != target.key}
         workers.models.drop(unused & workers.models.held.keys(), cancelled)
         if not workers.models.has(config, target):
-            self._free_for_ranks(config.local)  # of ComfyUI's models on devices that it does not load this one to
             choice = workers.models.choose_placement(config, target, cancelled)
+            if choice.placement != WHOLE:  # idle models of this process may be in the way
+                self._free_for_ranks(config.local)
+                choice = workers.models.choose_placement(config, target, cancelled)
             workers.models.load(config, target, choice, cancelled)
         workers.models.held[target.key].aside = False
         return workers

@@ -208,6 +208,20 @@ def make_room(server, graph):
     server.run({**graph, "room": {"class_type": "TestRoom", "inputs": {"more": 1.0}}}).check()
 
 
+def test_an_idle_model_of_comfyui_goes_from_a_card_only_where_the_model_needs_its_room(card_server, cards):
+    """On the second card, where ComfyUI itself would not look: it loads the sampled model onto the first one."""
+    card_server.free_workers()
+    placements = []
+    for gigabytes, loaded in ((2.0, {}), (7.2, {"loras": ["flux_lora"]})):
+        idle = {"idle": {"class_type": "TestIdleModel", "inputs": {"gigabytes": gigabytes, "device": "cuda:1"}}}
+        card_server.run(idle).check()
+        assert held(cards)[1] >= gigabytes * 1e9
+        latent(card_server, flux_prompt(seed=6, cp={}, **loaded))
+        placements.append(card_server.status()["weights"]["flux.safetensors"].partition(":")[0])
+        assert (held(cards)[1] >= gigabytes * 1e9) == (gigabytes == 2.0), held(cards)
+    assert placements == ["whole", "whole"]
+
+
 def loads(server):
     """How often ranks have loaded a model."""
     return server.log_text().count(" is on 2 ranks after ")

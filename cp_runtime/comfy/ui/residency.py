@@ -5,7 +5,7 @@
 | DynamicVRAM's pages of a model, left by a run without context parallelism | `make_way`, before the ranks load the model |
 | the model itself, with --highvram and --gpu-only | `make_way` |
 | torch's cache of freed memory | `make_way` |
-| models that do not sample now | ComfyUI's own memory manager, or `free_for_ranks` after a rank has run out of memory |
+| models that do not sample now | ComfyUI's own memory manager, or `free_for_ranks` where they or a rank out of memory need it |
 
 | Memory of the ranks | freed by |
 |---|---|
@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
 import comfy.model_management
 import comfy.model_patcher
@@ -34,6 +35,9 @@ from ..shared.weights import is_dynamic, model_dtype, network_of, stays_as_in_fi
 
 _OF_PAGES = ("_v", "_v_signature", "_v_weight", "_v_bias")
 EVERYTHING = 1e32
+LOADED_TOGETHER: WeakSet[Any] = WeakSet()
+"""Patchers that ComfyUI loaded together with the last model for the ranks. It notes that a model is idle only where it makes room:
+on the device of that model."""
 
 
 def give_back(model: Any) -> bool:
@@ -88,8 +92,8 @@ def make_way(model: Any) -> None:
 
 def free_for_ranks(devices: Iterable[str]) -> None:
     """Make ComfyUI unload idle models from devices (torch's names), and free torch's cache there."""
-    models = comfy.model_management.current_loaded_models
-    in_use = [loaded for loaded in models if loaded.currently_used]
+    models, main = comfy.model_management.current_loaded_models, comfy.model_management.get_torch_device()
+    in_use = [loaded for loaded in models if loaded.currently_used and (loaded.device == main or loaded.model in LOADED_TOGETHER)]
     # ComfyUI asks a device how much is free. If this process has not used the device yet, that takes memory for a context.
     for device in {torch.device(name) for name in devices} & {loaded.device for loaded in models}:
         comfy.model_management.free_memory(1e30, device, keep_loaded=in_use)

@@ -15,6 +15,7 @@ from ..shared.weights import network_of
 from .interception import release
 from .patcher import ContextParallelPatcher
 from .recipes import recipe_key
+from .residency import LOADED_TOGETHER
 from .runtime import CONTROLLER
 from .target import notes_of
 
@@ -28,6 +29,9 @@ def watch_stock_loads() -> None:
 
     @functools.wraps(stock)
     def load_models_gpu(models: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(patcher, ContextParallelPatcher) for patcher in models):
+            LOADED_TOGETHER.clear()
+            LOADED_TOGETHER.update(models)
         for patcher in models:
             if isinstance(getattr(patcher, "model", None), BaseModel) and not isinstance(patcher, ContextParallelPatcher):
                 _drop_from_ranks(patcher)

@@ -6,9 +6,13 @@ import threading
 from typing import Any
 
 import comfy.model_management as mm
+import comfy.model_patcher
+import torch
 
 from .node import node
 
+IDLE: list[Any] = []
+"""Models of `TestIdleModel`: ComfyUI refers to them weakly."""
 CONTROLLER = "cp_runtime.comfy.ui.runtime"
 
 
@@ -44,3 +48,17 @@ def TestRoom(more: float = 0.0) -> dict[str, Any]:
     device = mm.get_torch_device()
     mm.free_memory(mm.get_free_memory(device) + more * 1e6, device)
     return {"ui": {"text": [str(mm.get_free_memory(device) / 1e6)]}}
+
+
+@node(again=True)
+def TestIdleModel(gigabytes: float = 1.0, device: str = "cuda:1") -> dict[str, Any]:
+    """Have ComfyUI load a model of this size onto a device, as a text encoder that a loader puts there, in the place of the last.
+
+    Its weights are no numbers.
+    """
+    IDLE.clear()
+    network = torch.nn.Module()
+    network.weight = torch.nn.Parameter(torch.empty(int(gigabytes * 1e9), dtype=torch.int8, device=device), requires_grad=False)
+    IDLE.append(comfy.model_patcher.ModelPatcher(network, torch.device(device), torch.device("meta")))
+    mm.load_models_gpu(IDLE[-1:])
+    return {"ui": {"text": [str(mm.get_free_memory(torch.device(device)) / 1e9)]}}
