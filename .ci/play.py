@@ -30,20 +30,21 @@ NAME = "tiny-model"
 """Of the template, and of the node pack without nodes that brings it: the browser opens templates of a pack by a link."""
 
 LARGER = "larger-model"
-"""The template of a model of which each rank keeps a half."""
+"""The template of a model of which each rank keeps a part: half of the blocks, and two more to compute with."""
 
 OPEN = """
 Open this in a browser, and press Run:
   http://127.0.0.1:{port}/?template={name}&source={name}
-or, to see a model that is larger than one device, each of which keeps a half of it:
+or, to see what happens to a model that is larger than one device, each of which keeps a part of it:
   http://127.0.0.1:{port}/?template={larger}&source={name}
 The tab "Context Parallel" on the left shows the ranks. The pictures are noise: the model's weights are random.
 Ctrl-C ends it."""
 
 
 def write_models(folder: Path) -> None:
-    model = SD3(blocks=4, context_dim=4096, pooled_dim=2048, grid=64)
-    checkpoints.write("tiny_sd3", folder, checkpoint=Checkpoint(architecture=model))
+    for name, blocks in (("tiny_sd3", 4), ("larger_sd3", 8)):
+        model = SD3(blocks=blocks, context_dim=4096, pooled_dim=2048, grid=64)
+        checkpoints.write(name, folder, checkpoint=Checkpoint(architecture=model))
     encoder = Checkpoint(architecture=ClipL(), folder="text_encoders")
     checkpoints.write("tiny_clip_l", folder, dtype=torch.float16, file_stem="tiny_clip_l", checkpoint=encoder)
     preloaded.write_models("support.vaes", folder, "sd3_kl")
@@ -55,12 +56,17 @@ def write_templates(pack: Path) -> None:
     (pack / "__init__.py").write_text("NODE_CLASS_MAPPINGS = {}\n")
     play = ROOT / ".ci" / "play.json"
     shutil.copy(play, templates / f"{NAME}.json")
-    (templates / f"{LARGER}.json").write_text(json.dumps(with_halves(json.loads(play.read_text()))))
+    (templates / f"{LARGER}.json").write_text(json.dumps(with_parts(json.loads(play.read_text()))))
 
 
-def with_halves(graph: dict[str, Any]) -> dict[str, Any]:
-    """The graph with a CP Config that has each rank keep a half of the model, which on GPUs happens where it does not fit."""
-    (apply,) = [node for node in graph["nodes"] if node["type"] == "ApplyContextParallel"]
+def with_parts(graph: dict[str, Any]) -> dict[str, Any]:
+    """The graph with the larger model, a smaller picture, and a CP Config that has each rank keep a part of the model. On GPUs that
+    happens where it does not fit."""
+    nodes = {node["type"]: node for node in graph["nodes"]}
+    nodes["UNETLoader"]["widgets_values"][0] = "larger_sd3.safetensors"
+    nodes["EmptySD3LatentImage"]["widgets_values"] = [256, 256, 1]
+    nodes["CPSampler"]["widgets_values"][2] = 8
+    apply = nodes["ApplyContextParallel"]
     (link,) = [slot for slot in apply["inputs"] if slot["name"] == "cp_config"]
     made, ends = graph["last_node_id"] + 1, graph["last_link_id"] + 1
     link["link"] = ends

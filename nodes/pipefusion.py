@@ -26,10 +26,10 @@ class CPPipeFusion(io.ComfyNode):
             display_name="CP PipeFusion",
             category=CATEGORY,
             search_aliases=[*ALIASES, "pipeline", "slow link", "ethernet"],
-            description="Approximate with more than one patch: after 20 steps the latent is off by about 1 % of its deviation, "
-            "with a high CFG by 3 %. Each device computes some of the model's blocks, and patches of the picture pass through the "
-            "devices one behind the other. For links on which other splits gain nothing, and models that fit no device. With one "
-            "patch it is exact.",
+            description="Changes the picture slightly with more than one patch: after 20 steps the latent is off by about 1 % of "
+            "its deviation, with a high CFG by 3 %. Only for links so slow that Apply Context Parallel alone gains nothing, and "
+            "models that fit no device. Each device computes some of the model's blocks, and patches of the picture pass through "
+            "the devices one behind the other. With one patch it is exact.",
             inputs=[
                 io.Int.Input(
                     "stages",

@@ -16,8 +16,8 @@ HELD = {
     "whole": "each {unit} holds all {whole} GB",
     "sharded": "each {unit} holds {held} of {whole} GB",
     "offloaded": "each {unit} holds {held} of {whole} GB, main memory the rest",
-    "staged": "each {unit} holds {held} of {whole} GB, and computes these",
-    "shared": "all processes together hold {whole} GB once",
+    "staged": "each {unit} holds and computes its own part: {held} of {whole} GB",
+    "shared": "{whole} GB, shared by all processes",
 }
 """Texts about the weights of a model on the devices, by placement; `shared`: on the CPU. The panel has them in other languages."""
 

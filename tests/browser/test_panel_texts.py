@@ -9,6 +9,9 @@ from browser.conftest import CP
 from playwright.sync_api import expect
 from support.graphs import flux_prompt
 
+from cp_runtime.controller.journal import public_message
+from cp_runtime.errors import ContextParallelError
+
 MUTE = """() => {
     const send = EventTarget.prototype.dispatchEvent;
     EventTarget.prototype.dispatchEvent = function (event) {
@@ -66,6 +69,31 @@ def test_an_error_that_is_dismissed(page, panel, tell):
     assert text.evaluate("element => element.scrollHeight == element.clientHeight")
 
 
+def test_whoever_queued_the_prompt_sees_the_folders_that_the_status_leaves_out(page, panel, tell):
+    """The status is for everyone who reaches the port. A command that copies a model works with its folders only."""
+    whole = "pc2 has no model file a.sft. Copy it there: scp '/my models/flux/a.sft' pc2:/models/a.sft.new"
+    public = public_message(ContextParallelError(f"{whole}\n\nrank 1 wrote: nothing"))
+    assert "/" not in public
+    text = panel.locator(".cp-error pre")
+    tell(last_error=an_error(message=public))
+    expect(text).to_have_text(public)
+    failed = {"prompt_id": "1", "node_id": "7", "node_type": "KSampler", "executed": [], "exception_type": "MirrorError"}
+    page.evaluate(
+        "detail => app.api.dispatchCustomEvent('execution_error', detail)",
+        {
+            **failed,
+            "exception_message": f"{whole}\n\nrank 1 wrote: nothing\n",
+            "traceback": [],
+            "current_inputs": {},
+            "current_outputs": [],
+        },
+    )
+    expect(text).to_have_text(whole)
+    tell(last_error=an_error(message="another error"))
+    expect(text).to_have_text("another error")
+    page.keyboard.press("Escape")
+
+
 def test_one_visible_gpu_is_said_instead_of_a_start_that_never_comes(page, panel, tell):
     tell(state="off", ranks=[], alone={"case": "hidden", "variable": "CUDA_VISIBLE_DEVICES", "value": "2"})
     activity = panel.locator(".cp-activity").last
@@ -74,7 +102,7 @@ def test_one_visible_gpu_is_said_instead_of_a_start_that_never_comes(page, panel
     expect(activity).to_have_text("Press the button, then Run: all GPUs compute each picture or video together.")
     page.evaluate("prompt => app.loadApiJson(prompt, 'test')", flux_prompt(cp={}))
     page.evaluate("() => app.loadGraphData(app.graph.serialize())")
-    expect(activity).to_have_text(re.compile("^Workers start with the next prompt"))
+    expect(activity).to_have_text(re.compile("^Ready: press Run"))
 
 
 def test_nothing_is_kept_from_who_does_not_see_it_or_has_no_mouse(page, panel, tell):
@@ -90,7 +118,7 @@ def test_nothing_is_kept_from_who_does_not_see_it_or_has_no_mouse(page, panel, t
     for focused, hint in (
         (panel.get_by_role("button", name="Measure"), "Press it once, then run"),
         (panel.get_by_role("button", name="Restart workers"), "Press it when workers hang"),
-        (panel.get_by_role("switch", name="Measure runs by themselves"), "Switch it off if no run may take longer"),
+        (panel.get_by_role("switch", name="Measure automatically"), "Switch it off if no run may take longer"),
         (panel.locator(".cp-devices > summary"), "Switch off a device that other programs need"),
     ):
         expect(focused).to_have_accessible_description(re.compile(f"^{hint}"))

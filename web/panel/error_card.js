@@ -1,10 +1,27 @@
 // The error that ended a run: of which device, in which node, and what it says.
 
+import { api } from "../../../scripts/api.js";
 import { button, copyButton, make } from "./elements.js";
 import { deviceName } from "./ranks.js";
 import { t } from "./texts.js";
 
+const FOLDERS = /(?<![\w/.])\/(?:[^\s/]+(?: [^\s/]+)*\/)+/g; // as in cp_runtime/controller/journal.py
+
 let dismissed = null; // the time of the error that need not be shown any more
+let own = null; // ComfyUI's message to the page that queued the prompt
+let refresh = () => {};
+
+api.addEventListener("execution_error", ({ detail }) => {
+  own = detail;
+  refresh();
+});
+
+/** What an error says. The status has no folders, since everyone reads it; whoever queued the prompt sees them, in commands to copy. */
+function messageOf({ message, node }) {
+  const whole = own?.exception_message?.split("\n\n")[0].trim();
+  const same = String(own?.node_id) === String(node?.id) && whole?.replace(FOLDERS, "") === message;
+  return same ? whole : message;
+}
 
 /** The last error. Kept until it is dismissed or there is another, so that it can be read and selected while events come in. */
 export function errorCard() {
@@ -20,14 +37,17 @@ export function errorCard() {
   const card = make("div", "cp-error", null, title, text, make("div", "cp-buttons", null, copy, dismiss));
   card.setAttribute("role", "alert");
   let shown = null;
+  let last = null;
   card.update = (error) => {
+    last = error;
     card.hidden = !error || error.time === dismissed;
-    if (!error || error.time === shown) return;
+    if (!error || (error.time === shown && text.textContent === messageOf(error))) return;
     shown = error.time;
     title.textContent = titleOf(error);
-    text.textContent = error.message;
+    text.textContent = messageOf(error);
     copy.say(t("copy"));
   };
+  refresh = () => card.update(last);
   return card;
 }
 
