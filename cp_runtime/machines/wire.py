@@ -74,7 +74,7 @@ def parse_address(text: str) -> tuple[str, int]:
         if 0 < int(port) < 1 << 16 and not ipaddress.IPv4Address(host).is_unspecified:
             return host, int(port)
     raise bad_value(
-        "CP_MACHINES", text, "the IPv4 address of one interface and a port, such as 192.168.1.5:8289",
+        "address", text, "the IPv4 address of one interface and a port, such as 192.168.1.5:8289",
         "Take one address that `ip addr` shows, not 0.0.0.0.",
     )  # fmt: skip
 

@@ -5,6 +5,8 @@ from browser.conftest import KEEP, MADE_UP_GPUS, THEME, THEMES
 from playwright.sync_api import expect
 from support.graphs import flux_prompt
 
+DEVICES = "/context_parallel/devices"
+TELL = "status => app.api.dispatchCustomEvent('context_parallel.status', status)"
 CONFIG = "app.graph.nodes.find(node => node.type === 'CPConfig').widgets.slice(0, 2).map(widget => widget.value)"
 
 
@@ -36,6 +38,17 @@ def test_cpu_ranks_are_for_trying_out(browser_server, cards):
     expect(second).to_be_enabled()
     assert browser_server.status()["settings"]["devices"] == ""
     assert browser_server.worker_pids() == pids
+
+
+def test_a_computer_that_comes_brings_its_devices(browser_server, page, cards):
+    status, found = browser_server.status(), browser_server.get(DEVICES)
+    more = [*found["devices"], {"name": "pc2/cpu", "title": "", "memory": 0}]
+    page.route(f"**{DEVICES}", lambda route: route.fulfill(json={**found, "devices": more}))
+    page.evaluate(TELL, {**status, "others": ["pc2/cpu"]})
+    expect(cards.locator("summary")).to_have_text("Devices: 3 of 3")
+    page.unroute(f"**{DEVICES}")
+    page.evaluate(TELL, status)
+    expect(cards.locator("summary")).to_have_text("Devices: 2 of 2")
 
 
 @MADE_UP_GPUS

@@ -145,7 +145,8 @@ def test_a_model_that_is_larger_than_one_device(page: Page, link: str) -> None:
     panel = page.get_by_test_id("context-parallel-panel")
     panel.get_by_text("Details").first.click()
     held = re.search(r"each process holds (\S+) of (\S+) GB", panel.inner_text())
-    assert held and float(held[1]) < 0.8 * float(held[2]), held
+    assert held, panel.inner_text()
+    assert float(held[1]) < 0.8 * float(held[2]), held
     page.locator(".context-parallel-tab-button").click()
 
 

@@ -1,7 +1,7 @@
 """Other computers in the panel: a command for a new one, how each is, its removal. One joins in `tests/server/test_machines.py`."""
 
 from playwright.sync_api import expect
-from support.server import free_port
+from support.server import PACK, free_port
 
 MACHINES = "/context_parallel/machines"
 FOUND = {
@@ -17,12 +17,13 @@ FOUND = {
 def test_a_computer_is_added_and_removed(browser_server, page, panel):
     panel.get_by_text("Other computers").click()
     panel.get_by_role("button", name="Add a computer").click()
+    expect(page.get_by_role("dialog")).to_contain_text("neither encrypted nor signed")
     address = page.get_by_role("dialog").get_by_role("textbox")
     expect(address).to_have_value(f"{browser_server.get(MACHINES)['address']}:8289")
     address.fill(f"127.0.0.2:{free_port()}")
     address.press("Enter")
     command = panel.locator(".cp-machines pre")
-    expect(command).to_contain_text("join.py 127.0.0.2:")
+    expect(command).to_contain_text(f"python custom_nodes/{PACK}/cp_runtime/machines/join.py 127.0.0.2:")
     assert browser_server.get(MACHINES)["listens"]
 
     found = dict(FOUND)

@@ -227,6 +227,16 @@ def loads(server):
     return server.log_text().count(" is on 2 ranks after ")
 
 
+def test_a_model_whose_parts_come_to_the_ranks_leaves_another_one_there(card_server):
+    """As with the two models of Wan 2.2: both are loaded once."""
+    two = {"ckpt": "flux", "low_ckpt": "flux_deep", "node": "KSamplerAdvanced", "cp": {"weights": "sharded"}}
+    card_server.free_workers()
+    before = loads(card_server)
+    for seed in (7, 8):
+        latent(card_server, flux_prompt(seed=seed, **two))
+    assert loads(card_server) == before + 2
+
+
 @pytest.mark.parametrize("weights", ["whole", "sharded"])
 def test_a_text_encoder_takes_what_it_needs_of_the_first_card_and_the_ranks_keep_the_model(card_server, cards, weights):
     """First what rank 0 keeps of freed memory, and for blocks on their way; then the model, of this card alone where every card has

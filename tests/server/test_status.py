@@ -67,7 +67,16 @@ def test_machines_are_added_or_removed_by_text(off_server, wrong):
 
 def test_no_worker_yet(off_server):
     off = off_server.status()
-    nothing = {"activity": "", "fallback": "", "world_size": 0, "models": [], "weights": {}, "memory": {}, "ranks": []}
+    nothing = {
+        "activity": "",
+        "fallback": "",
+        "world_size": 0,
+        "models": [],
+        "weights": {},
+        "memory": {},
+        "ranks": [],
+        "others": [],
+    }
     nothing |= {"compiling": False}
     nothing |= dict.fromkeys(("alone", "backend", "peer_to_peer", "pace", "last_call", "last_vae_call", "starting", "loading"))
     others = {name: off[name] for name in ("last_error", "errors", "speed", "settings")}  # of other tests, on one device

@@ -32,19 +32,21 @@ export function deviceCards(prefer) {
     note.textContent = [reach(found), t(`devices.by.${status.alone ? "one" : by}`)].filter(Boolean).join(" ");
   }
 
-  foundDevices().then((answer) => {
-    found = answer;
+  async function look() {
+    found = await foundDevices();
     switches = found.devices.map((device, at) => {
       const input = makeSwitch(async () => {
         await switchDevice(device.name, status.settings, found.devices, prefer);
         show();
       });
-      list.append(card(device, at, input));
-      return { name: device.name, input };
+      return { name: device.name, input, card: card(device, at, input) };
     });
+    list.replaceChildren(...switches.map((each) => each.card));
     show();
-  });
+  }
+
   element.update = (now) => {
+    if (now && (!status || String(now.others) !== String(status.others))) look();
     status = now;
     if (now && working !== (now.state !== "off")) {
       working = now.state !== "off";

@@ -6,7 +6,8 @@ import { button, copyButton, make } from "./elements.js";
 import { t } from "./texts.js";
 
 const MACHINES = "/context_parallel/machines";
-const JOIN = "python custom_nodes/comfyui-context-parallel/cp_runtime/machines/join.py";
+const FOLDER = new URL("..", import.meta.url).pathname.split("/").at(-2); // of this pack, as it was cloned
+const JOIN = `python custom_nodes/${decodeURIComponent(FOLDER)}/cp_runtime/machines/join.py`;
 const INTERVAL = 2000; // milliseconds between two looks while the list is open
 const PORT = 8289;
 
@@ -42,7 +43,8 @@ export function otherComputers() {
   }
 
   async function invite() {
-    const question = { title: t("machines.add"), message: t("machines.address"), defaultValue: `${address}:${PORT}` };
+    const message = `${t("machines.address")} ${t("machines.open")}`;
+    const question = { title: t("machines.add"), message, defaultValue: `${address}:${PORT}` };
     const answer = await app.extensionManager.dialog.prompt(question);
     if (answer) await change({ add: answer });
   }

@@ -169,5 +169,5 @@ def notes_of(model: Any) -> ModelNotes:
 
 
 def on_ranks(model: Any) -> bool:
-    """Return whether the weights of a `BaseModel` are on the ranks, so that it must not compute here."""
-    return bool(model.current_weight_patches_uuid == ON_RANKS)
+    """Return whether the weights of a model are on the ranks, so that it must not compute here."""
+    return getattr(model, "current_weight_patches_uuid", None) == ON_RANKS
