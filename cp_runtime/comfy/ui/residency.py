@@ -94,8 +94,11 @@ def make_way(model: Any) -> None:
 def free_for_ranks(devices: Iterable[str]) -> None:
     """Make ComfyUI unload idle models from devices (torch's names), but no model of the ranks, and free torch's cache there."""
     models, main = comfy.model_management.current_loaded_models, comfy.model_management.get_torch_device()
-    in_use = [loaded for loaded in models if loaded.currently_used and (loaded.device == main or loaded.model in LOADED_TOGETHER)]
-    in_use += [loaded for loaded in models if on_ranks(loaded.model.model)]
+    in_use = [
+        loaded
+        for loaded in models
+        if on_ranks(loaded.model.model) or (loaded.currently_used and (loaded.device == main or loaded.model in LOADED_TOGETHER))
+    ]
     # ComfyUI asks a device how much is free. If this process has not used the device yet, that takes memory for a context.
     for device in {torch.device(name) for name in devices} & {loaded.device for loaded in models}:
         comfy.model_management.free_memory(1e30, device, keep_loaded=in_use)
