@@ -5,19 +5,21 @@ import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
 import { make } from "./panel/elements.js";
 import { makePanel } from "./panel/panel.js";
-import { loadTexts, onLanguage, t } from "./panel/texts.js";
+import { languageNow, loadTexts, onLanguage, t } from "./panel/texts.js";
 
 const EVENT = "context_parallel.status";
 const STATUS = "/context_parallel/status";
 const RESTART = "/context_parallel/restart";
 const MEASURE = "/context_parallel/measure";
 const SETTINGS = "/context_parallel/settings";
+const LANGUAGE = "/context_parallel/language";
 
 let status = null;
 let version = 0; // of the status: an answer that was asked for before an event came is older than the event
 let skew = 0; // seconds that this clock is ahead of the server's
 let restarting = false;
 let panel = null;
+let told = ""; // client and language that the server knows
 
 function show() {
   panel?.update(status, { restarting, skew });
@@ -66,6 +68,14 @@ async function prefer(changes) {
   show();
 }
 
+/** Tell the server this browser's language: it writes the texts under nodes. */
+async function tellLanguage() {
+  const own = JSON.stringify({ client: api.clientId, language: languageNow() });
+  if (!api.clientId || own === told) return;
+  told = own;
+  await api.fetchApi(LANGUAGE, { method: "POST", body: own }).catch(() => (told = ""));
+}
+
 async function ask() {
   const asked = version;
   try {
@@ -92,9 +102,18 @@ app.registerExtension({
       status = detail;
       show();
     });
-    api.addEventListener("reconnected", ask);
+    api.addEventListener("reconnected", () => {
+      told = ""; // it may be another server
+      tellLanguage();
+      ask();
+    });
+    api.addEventListener("status", tellLanguage); // with the first one comes the id of this client
     api.addEventListener("graphChanged", show); // its button says what it would do with the graph that is open
-    onLanguage(() => panel?.isConnected && open(panel.parentElement));
+    onLanguage(() => {
+      tellLanguage();
+      if (panel?.isConnected) open(panel.parentElement);
+    });
+    tellLanguage();
     await ask();
     app.extensionManager.registerSidebarTab({
       id: "context-parallel",

@@ -12,14 +12,6 @@ from ..pool.settings import OFFLOADED, PLACEMENTS, STAGED, WHOLE
 from ..timing.times import remember
 
 GB = 1e9
-HELD = {
-    "whole": "each {unit} holds all {whole} GB",
-    "sharded": "each {unit} holds {held} of {whole} GB",
-    "offloaded": "each {unit} holds {held} of {whole} GB, main memory the rest",
-    "staged": "each {unit} holds and computes its own part: {held} of {whole} GB",
-    "shared": "{whole} GB, shared by all processes",
-}
-"""Texts about the weights of a model on the devices, by placement; `shared`: on the CPU. The panel has them in other languages."""
 
 
 class Demand(NamedTuple):
@@ -47,8 +39,8 @@ class Demand(NamedTuple):
 
 
 def held_parts(placement: str, held: int, whole: int, unit: str) -> dict[str, str]:
-    """Return the parts of the words about a model's weights: `case`, a key of HELD, and the numbers as text. `held`: bytes on the
-    device of one rank; `whole`: of all weights; `unit`: of `run_stats.UNITS`."""
+    """Return the parts of the words about a model's weights: `case`, the key of its text, of "held", and the numbers as
+    text. `held`: bytes on the device of one rank; `whole`: of all weights; `unit`: of `run_stats.UNITS`."""
     case = "shared" if unit == "process" and placement == WHOLE else placement
     held_gb, whole_gb = (f"{each / GB:.0f}" if each >= 10 * GB else f"{each / GB:.2g}" for each in (held, whole))
     return {"case": case, "held": held_gb, "whole": whole_gb, "unit": unit}

@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 from ..engine.graphs import REPLAYED
 from ..pool.messages import CallReport
 from ..timing.times import kind_of
+from ..words import ENGLISH, words_in
 
 PARTS = ("compute", "communication", "wait")
 SUMS = ("seconds", "communication_seconds", "communication_bytes", "predicted_seconds", "predicted_bytes")
-UNITS = {"gpu": "GPU", "process": "process", "device": "device"}
-"""Name of one of several devices, by key."""
+UNITS = ("gpu", "process", "device")
+"""Kinds of devices: keys of their names in locales/*/main.json."""
 
 
 def unit_of(device_type: str) -> str:
@@ -23,30 +24,9 @@ def unit_of(device_type: str) -> str:
     return {"cuda": "gpu", "xpu": "gpu", "cpu": "process"}.get(device_type, "device")
 
 
-OBSTACLES = {
-    "sizes": "calls of this run differ in size",
-    "failed": "the call failed there",
-    "memory": "it has too little memory",
-    "cancelled": "cancelled",
-    "staged": "each of them has a part of the model",
-}
-"""Reasons why a run is not compared, by key."""
-WORDS = {
-    "one_device": "on one {unit}",
-    "compared": "{times} × as fast as one {unit}",
-    # It had other work meanwhile, or too little memory: a figure would say more than several devices can gain.
-    "disturbed": "not compared with one {unit}: the comparison was disturbed, measure again",
-    "estimated": "about {times} × as fast as one {unit} (estimated, not measured)",
-    "too_few": "known after two calls",
-    "not_measured": "not compared with one {unit} yet",
-    "obstacle": "not compared with one {unit}: {obstacle}",
-    "spread": "{speed} ({low} to {high} in {count} measurements)",
-    "ended": "{steps} steps in {seconds} s: {speed}",
-    "instead": "{steps} steps in {seconds} s instead of about {alone} s: {speed}",
-    "approximate": "{speed} ({patched} of {calls} calls approximate)",
-}
-"""Texts about the speed, by case; the last four hold another one as {speed}. The panel has them in other languages as well."""
-NOT_MEASURED = WORDS["not_measured"].format(unit=UNITS["device"])
+OBSTACLES = ("sizes", "failed", "memory", "cancelled", "staged")
+"""Reasons why a run is not compared: keys of their texts."""
+NOT_MEASURED = "not_measured"
 
 
 class Node(NamedTuple):
@@ -250,7 +230,7 @@ class Speed:
 
     @property
     def case(self) -> str:
-        """Key of the text in WORDS."""
+        """Key of its text, of "speed"."""
         if self.ranks == 1:
             return "one_device"
         if self.times is not None:
@@ -259,12 +239,12 @@ class Speed:
             return "too_few" if self.possible else "disturbed"
         if self.estimate is not None and not self.obstacle:
             return "estimated"
-        return "obstacle" if self.obstacle else "not_measured"
+        return "obstacle" if self.obstacle else NOT_MEASURED
 
     @property
     def parts(self) -> dict[str, Any]:
-        """Parts of the words, for every language: `cases`, keys of WORDS from the innermost on, and their numbers as text. The
-        numbers agree: the quotient of the seconds shown is the speedup shown."""
+        """Parts of the words, for `Words.speed` and the browser: `cases`, keys of texts from the innermost on, each the {speed} of
+        the next, and their numbers as text. The numbers agree: the quotient of the seconds shown is the speedup shown."""
         times, cases = self.times, [self.case]
         parts: dict[str, Any] = {"cases": cases, "ranks": self.ranks, "unit": self.unit, "obstacle": self.obstacle}
         if self.case == "estimated" and self.estimate is not None:
@@ -287,13 +267,8 @@ class Speed:
 
     @property
     def words(self) -> str:
-        """The speed as text for people: "20 steps in 9 s instead of about 17 s: 1.9 × as fast as one GPU"."""
-        parts = self.parts
-        named = parts | {"unit": UNITS[self.unit], "obstacle": OBSTACLES.get(self.obstacle, "")}
-        speed = ""
-        for case in parts["cases"]:
-            speed = WORDS[case].format(**named, speed=speed)
-        return speed
+        """The speed in English."""
+        return words_in(ENGLISH).speed(self.parts)
 
 
 def _seconds(seconds: float, times: float) -> dict[str, str]:

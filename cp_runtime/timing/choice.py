@@ -6,7 +6,7 @@ are tried. A single measurement is repeated once before it is judged, as a first
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -144,17 +144,3 @@ class Chooser:
         ranks = replace(ranks, link=self._link)
         one, run = ranks.way(work, 1), on_one_rank(work, ranks)
         return {count: predict(work, ranks, ranks.way(work, count), one, run) for count in counts}
-
-
-def in_words(choice: Mapping[str, Any] | None) -> str:
-    """Put a choice into words: "1 of 4 devices; 4 would take 1.30 times as long (predicted)". Empty without a choice.
-
-    The time on one device is left to the speed of the run, and a faster number of ranks to the next calls.
-    """
-    if choice is None:
-        return ""
-    text, other = f"{choice['ranks']} of {choice['of']} devices", choice["alternative"]
-    if other is None or other["times"] < 1 or other["ranks"] == 1:
-        return text
-    how = "measured" if other["measured"] else "predicted"
-    return f"{text}; {other['ranks']} would take {other['times']:.2f} times as long ({how})"

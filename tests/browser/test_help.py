@@ -35,6 +35,10 @@ def test_other_languages(page: Page, language: str, button: str) -> None:
     The page is loaded in the language: where it is chosen later, ComfyUI loads its texts, the nodes and the graph again by and by,
     and nothing says when it is done.
     """
+    with page.expect_response("**/context_parallel/language") as told:  # so that the texts under nodes are in the language too
+        page.evaluate("app.api.dispatchCustomEvent('reconnected')")
+    assert told.value.request.post_data_json == {"client": page.evaluate("app.api.clientId"), "language": language}
+    assert told.value.status == 200
     texts = json.loads((CHECKOUT / "locales" / language / "nodeDefs.json").read_text())["CPConfig"]
     add_node(page, "CPConfig")
     assert button in page.evaluate("app.graph.nodes[0].widgets.map(widget => widget.name)")

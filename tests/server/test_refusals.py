@@ -42,6 +42,26 @@ def test_bad_settings(case, off_server):
     assert (at_run.node_type, at_run.exception_message.strip()) == ("CPConfig", error["details"])
 
 
+@pytest.mark.parametrize(
+    ("make", "name", "what"),
+    [
+        (flux_prompt, "width", "text embedding"),
+        (flux_prompt, "pooled_width", "pooled embedding"),
+        (wan_prompt, "width", "text embedding"),
+    ],
+    ids=["flux texts", "flux pooled", "wan texts"],
+)
+def test_a_text_encoder_of_another_model(make, name, what, server):
+    """It is named in the place of two shapes and a traceback; the next prompt runs on the same ranks."""
+    wrong, right = make(cp={"world_size": 2}), make(cp={"world_size": 2})
+    wrong["positive"]["inputs"][name] = wrong["negative"]["inputs"][name] = 40
+    error = server.fails(wrong, f"The text encoder does not fit the model: its {what} has width 40")
+    assert "Traceback" not in error.exception_message
+    pids = server.worker_pids()
+    server.run(right).check()
+    assert server.worker_pids() == pids
+
+
 def test_other_branches_run_beside_bad_settings(off_server):
     """As beside any node that ComfyUI finds invalid."""
     prompt = flux_prompt(cp={"devices": "cuda:7"})

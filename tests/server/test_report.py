@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import time
+from urllib.error import HTTPError
 
 import pytest
 from support import families
@@ -12,6 +13,8 @@ from support.faults import SLACK
 from support.graphs import family_prompt, flux_prompt
 from support.server import ComfyServer
 from websocket import ABNF, create_connection
+
+from cp_runtime.words import words_in
 
 CP = {"world_size": 2, "ulysses_degree": 2}
 STATUS = "context_parallel.status"
@@ -89,7 +92,8 @@ def test_single_device_runs_are_measured(server):
 
 
 REPORT = {
-    "world_size": 2, "speed": "1.8 × as fast as one device", "at_work": 2, "weights": None, "choice": None, "cuda_graphs": None,
+    "speed_parts": {"cases": ["compared"], "times": "1.8", "unit": "device", "obstacle": ""},
+    "world_size": 2, "at_work": 2, "weights": None, "choice": None, "cuda_graphs": None,
     "devices": ["cpu", "cpu"], "degrees": {"ulysses": 2, "ring": 1, "batch": 1}, "family": "Flux",
     "steps": 4, "calls": 4, "seconds": 5.0, "seconds_per_step": 1.25, "seconds_per_call": 1.2,
     "seconds_per_call_on_one_device": 2.16, "speedup": 1.8, "communication_share": 0.25,
@@ -110,12 +114,33 @@ def test_report_as_text_and_picture(server):
         "Flux on 2 ranks (ulysses 2)",
         "25% of a call waiting for other devices and for the link",
         "0.2 s of a call in ComfyUI, outside of the ranks",
-        "rank 0 on cpu: tokens 8 img; host 1.50 GiB",
-        "rank 1 on cpu: tokens 8 img; host 1.50 GiB, device 1.00 GiB",
+        "rank 0 on cpu: tokens 8 img, host 1.50 GiB",
+        "rank 1 on cpu: tokens 8 img, host 1.50 GiB, device 1.00 GiB",
     ]
     assert len(shown["images"]) == 1
     # The node shows the picture in the place of the text, which some pages write into one line.
     assert [event for event in server.events if event.type == "text" and event.data[0] == "shown"] == []
+
+
+def test_texts_are_in_the_language_of_the_browser(server):
+    """The text under a sampler, and CP Report; another browser's are not."""
+    client, words = server.client_id, words_in("zh")
+    server.post("/context_parallel/language", {"client": client, "language": "zh-TW"})
+    try:
+        since = time.monotonic()
+        text, report = sampled(server, **CP)
+        own = f"{words.say('ranks', count=2)} (ulysses 2)"
+        server.wait_event(lambda event: event.type == "text" and event.data[1].endswith(own), since=since)
+        lines = picture(server, text)[0].splitlines()
+        assert lines[0] == words.speed(report["speed_parts"])
+        assert words.say("report.on", family="Flux", ranks=own) in lines
+    finally:
+        server.post("/context_parallel/language", {"client": client, "language": "en"})
+    server.post("/context_parallel/language", {"client": "another", "language": "zh"})
+    assert picture(server, f"{text} ")[0].splitlines()[0] == report["speed"]  # not what ComfyUI keeps of the text
+    for wrong in ({"client": client}, {"client": client, "language": 7}, {"client": client, "language": "x" * 1000}, []):
+        with pytest.raises(HTTPError, match="400"):
+            server.post("/context_parallel/language", wrong)
 
 
 def test_a_run_without_a_step(server):

@@ -130,7 +130,9 @@ def test_a_run_without_the_pack_clears_what_the_one_before_came_to(node, pool_se
 
 def test_a_run_on_one_device_takes_the_place_of_one_on_several(pool_server, expected):
     """The text under the sampler is of this run from its beginning on."""
+    began = time.monotonic()
     pool_server.run(flux_prompt(cp=CP, steps=3)).check()
+    pool_server.wait_event(lambda event: event.type == "text" and "2 ranks" in event.data[1], since=began)
     since = time.monotonic()
     pool_server.run(flux_prompt(cp={"world_size": 1}, steps=3, seed=7)).check()
     texts = []

@@ -247,11 +247,15 @@ class ComfyServer:
 
     # --- client -------------------------------------------------------------------------------------------------------
 
+    @property
+    def client_id(self) -> str:
+        """Of this client, as a browser has one."""
+        return self._require_listener().client_id
+
     def queue(self, prompt: Mapping[str, Any]) -> str:
         """Queue a prompt in API format and return its id. Raises PromptRejected when it is invalid."""
-        client_id = self._require_listener().client_id
         try:
-            prompt_id = self._call("/prompt", {"prompt": prompt, "client_id": client_id})["prompt_id"]
+            prompt_id = self._call("/prompt", {"prompt": prompt, "client_id": self.client_id})["prompt_id"]
             self._prompts[prompt_id] = prompt
             return prompt_id
         except urllib.error.HTTPError as error:

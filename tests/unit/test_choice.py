@@ -8,9 +8,9 @@ from support.machines import FAST, GPU, SLOW, SLOW_LINK, Calls, everywhere, rank
 
 from cp_runtime.controller.placement import LIMIT, Shortages
 from cp_runtime.engine.cost import Rates
-from cp_runtime.timing.choice import in_words
 from cp_runtime.timing.prediction import Run, Way, guess, link_of, on_one_rank, predict
 from cp_runtime.timing.times import Times
+from cp_runtime.words import words_in
 
 INSIDE = (1e-5, 2e10)  # latency and bandwidth inside of a machine
 LINK_50_MBIT = {"bandwidth": 6.25e6, "latency": 1e-3, "overlap": 0.0}
@@ -248,12 +248,12 @@ def test_what_is_said_about_a_choice(times):
     made, said = Calls(ranks, times), []
     for link in (200.0, 200.0, 1.0, 1.0, 1.0):
         count, _ = made.run(call, link=link)
-        said.append(in_words(made.chooser.described("flux", ranks, count)))
+        said.append(words_in("en").choice(made.chooser.described("flux", ranks, count)))
     assert said[0] == "2 of 2 devices"
     assert all(
         words.startswith("1 of 2 devices; 2 would take ") and words.endswith(" times as long (measured)") for words in said[1:]
     )
-    assert in_words(None) == ""
+    assert words_in("en").choice(None) == ""
 
 
 def test_what_ran_out_of_memory_is_forgotten_when_there_is_too_much_of_it():

@@ -5,7 +5,7 @@ import ast
 import pytest
 from support.package import ROOT
 
-BASE = {"errors", "compat", "nested", "version", "comfyui", "cache"}
+BASE = {"errors", "compat", "nested", "version", "comfyui", "cache", "words"}
 PARTS = {"engine/attention", "engine/weights"}
 ENGINE = {*BASE, "engine", "engine/ranks", *PARTS}
 BELOW_COMFY = {*ENGINE, "families", "vaes", "pool"}  # more of them for the side in ComfyUI's process
@@ -16,6 +16,7 @@ LAYERS = {
     "version": set(),
     "comfyui": set(),
     "cache": set(),
+    "words": set(),
     "engine/ranks": {*BASE, "engine/ranks"},
     **{part: {*BASE, "engine/ranks", part} for part in PARTS},
     "engine": ENGINE,

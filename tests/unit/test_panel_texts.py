@@ -1,4 +1,4 @@
-"""The texts of the panel in `locales/*/main.json`: the same in every language, and those that the files in `web` ask for."""
+"""The texts in `locales/*/main.json`: the same in every language, and those that the browser and the server ask for."""
 
 import json
 import re
@@ -6,16 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from cp_runtime.comfy.ui.single_device import WORDS as ALONE
-from cp_runtime.controller.placement import HELD
-from cp_runtime.controller.run_stats import OBSTACLES, UNITS, WORDS
+from cp_runtime.controller.run_stats import OBSTACLES, UNITS
 from cp_runtime.pool.settings import PLACEMENTS, STAGED
+from cp_runtime.words import words_in
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 LANGUAGES = ("en", "zh", "ja")
 PLACE = re.compile(r"\{(\w+)\}")
-ASKED = re.compile(r"""\b(?:t|find)\(["`]([^"`$]+)""")
-"""A key that a file asks for; a group of keys such as "state." where the rest is a variable."""
+ASKED = {"web": r"""\b(?:t|find)\(["`]([^"`$]+)""", "cp_runtime": r"""\bsay\(f?["']([^"'{]+)"""}
+"""A key that a file in a folder asks for; a group of keys such as "state." where the rest is a variable."""
 
 
 def flat(texts: dict, before: str = "") -> dict[str, str]:
@@ -33,8 +32,10 @@ TEXTS = {language: read(language) for language in LANGUAGES}
 
 
 def asked() -> set[str]:
-    sources = "\n".join(path.read_text() for path in (CHECKOUT / "web").rglob("*.js"))
-    return set(ASKED.findall(sources))
+    files = [
+        (path, key) for folder, key in ASKED.items() for path in (CHECKOUT / folder).rglob("*") if path.suffix in (".js", ".py")
+    ]
+    return {found for path, key in files for found in re.findall(key, path.read_text())}
 
 
 @pytest.mark.parametrize("language", LANGUAGES[1:])
@@ -64,8 +65,12 @@ def test_what_is_asked_for_is_there_and_nothing_else():
 
 
 def test_what_the_server_names_has_a_text():
-    """In the same words, where both say it."""
-    for group, texts in {"speed": WORDS, "obstacle": OBSTACLES, "unit": UNITS, "held": HELD}.items():
-        assert {case: TEXTS["en"][f"{group}.{case}"] for case in texts} == texts
-    assert {case: TEXTS["en"][f"alone.{case}"] for case in ALONE} == ALONE
+    for group, keys in {"obstacle": OBSTACLES, "unit": UNITS}.items():
+        assert [key for key in keys if f"{group}.{key}" not in TEXTS["en"]] == []
     assert [placement for placement in (*PLACEMENTS, STAGED) if f"weights.{placement}" not in TEXTS["en"]] == []
+
+
+@pytest.mark.parametrize(("language", "found"), [("zh", "zh"), ("zh-TW", "zh"), ("fr", "en"), ("../../tests", "en"), ("", "en")])
+def test_a_language_without_texts_is_english(language, found):
+    words = words_in(language)
+    assert (words.language, words.say("ranks", count=2)) == (found, TEXTS[found]["ranks"].format(count=2))

@@ -31,9 +31,14 @@ export function onLanguage(changed) {
   });
 }
 
+/** ComfyUI's language, such as "en" or "zh-TW". */
+export function languageNow() {
+  return language ?? app.extensionManager.setting.get(LANGUAGE) ?? "en";
+}
+
 /** The text of a key such as "state.idle", with `values` in its {places}; null where no language has it. */
 export function find(key, values = {}) {
-  const chosen = language ?? app.extensionManager.setting.get(LANGUAGE) ?? "en";
+  const chosen = languageNow();
   for (const each of [chosen, chosen.split("-")[0], "en"]) {
     const text = key.split(".").reduce((group, name) => group?.[name], texts[each]?.[GROUP]);
     if (typeof text === "string") return text.replace(/\{(\w+)\}/g, (_, name) => values[name]);

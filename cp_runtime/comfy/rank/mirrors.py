@@ -45,6 +45,7 @@ from .memory import FileWeightsPatcher, LoadProgress, ShardedWeightsPatcher, Sta
 from .model import Mirror
 from .patches import ATTACHED, attach_network
 from .quantised import own_formats, shared_scales
+from .texts import texts_that_fit
 
 log = logging.getLogger("context_parallel.worker")
 
@@ -133,7 +134,7 @@ class Mirrors:
         planner = partial(planner_for, part.sequence, part.mesh.members(part.shares.groups))
         prelude = time.perf_counter() - began
         # Not inference_mode, which does not count changes in place: see `CallState.once`.
-        with torch.no_grad(), shared_scales(part.mesh.whole) if mirror.formats else nullcontext():
+        with torch.no_grad(), shared_scales(part.mesh.whole) if mirror.formats else nullcontext(), texts_that_fit(given.arguments):
             return self._run(mirror, request, part, given, planner, (on_module, on_run), prelude)
 
     def _prepare(self, mirror: Mirror, request: Call, part: CallPart, arguments: dict[str, Any]) -> Given:

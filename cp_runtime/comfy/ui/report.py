@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import json
+import re
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,14 +15,13 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from ...controller.placement import HELD
-from ...controller.run_stats import UNITS, CallRecord, RunStats
+from ...controller.run_stats import CallRecord, RunStats
 from ...engine.graphs import REPLAYED
 from ...errors import bad_value
 from ...families import plan_for
 from ...pool.config import RuntimeConfig
-from ...timing.choice import in_words
 from ...version import VERSION
+from ...words import ENGLISH, Words, words_in
 from .apply import apply_to_model, check_type, timed
 from .patcher import ContextParallelPatcher
 from .runtime import CONTROLLER
@@ -36,7 +37,9 @@ COLOURS = {"compute": "#3b82f6", "communication": "#f59e0b", "wait": "#9ca3af"}
 PAPER, INK = "#1f2937", "#f9fafb"  # legible on a light page and on a dark one
 INK_IN_BARS = "#111827"
 LONGEST = 1 << 20  # characters of a report
-HOW_TO_MEASURE = "To compare with one device, press Measure in the panel Context Parallel, or run once on one GPU."
+WORD = re.compile(r"\s*(?:[\u3000-\u9fff\uff00-\uffef]|[^\s\u3000-\u9fff\uff00-\uffef]+)")
+FONTS = ("NotoSansCJK-Regular.ttc", "wqy-microhei.ttc", "DroidSansFallbackFull.ttf", "msyh.ttc", "YuGothM.ttc", "PingFang.ttc")
+"""Of Linux, Windows and macOS, with Chinese and Japanese; Pillow looks for them where the system keeps its own."""
 
 
 def run_with_report(
@@ -59,6 +62,7 @@ def run_with_report(
         "version": VERSION,
         "world_size": 1,
         "speed": None if speed is None else speed.words,
+        "speed_parts": None if speed is None else speed.parts,  # for other languages
         "steps": steps,
         "calls": run.calls,
         "seconds": round(ended - began, 4),
@@ -76,12 +80,6 @@ def run_with_report(
     return result, report
 
 
-def axes(degrees: Mapping[str, float], at_work: float | None) -> str:
-    """Put the mesh of a call into words. `degrees`: a rank's, by axis. `at_work`: ranks that shared the call; None = unknown."""
-    named = " × ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)
-    return named or ("one at work" if at_work in (None, 1) else f"{at_work} at work")
-
-
 def _of_ranks(model: ContextParallelPatcher, run: RunStats, last: CallRecord) -> dict[str, Any]:
     config, outcome = model.cp_config, last.reports[0].outcome
     degrees, compiled = outcome.degrees, outcome.compiled
@@ -92,7 +90,7 @@ def _of_ranks(model: ContextParallelPatcher, run: RunStats, last: CallRecord) ->
         "degrees": degrees,
         "at_work": last.at_work,
         # Of the last call: ranks at work, and the time of the best other number of ranks. None where all had to take part.
-        "choice": None if last.choice is None else {**last.choice, "words": in_words(last.choice)},
+        "choice": None if last.choice is None else {**last.choice, "words": words_in(ENGLISH).choice(last.choice)},
         "shares": list(CONTROLLER.workers.pool.shares) if CONTROLLER.workers is not None else [],
         # Of a result from that on one device, in standard deviations, root mean square; None if unmeasured.
         "exchange": {"mode": config.sequence.exchange, "difference_from_one_device": run.difference},
@@ -134,7 +132,8 @@ def _weights(model: ContextParallelPatcher, last: CallRecord) -> dict[str, Any] 
     return {
         "placement": resident.choice.placement,
         "reason": resident.choice.reason,
-        "words": HELD[resident.parts["case"]].format(**{**resident.parts, "unit": UNITS[resident.parts["unit"]]}),
+        "words": words_in(ENGLISH).held(resident.parts),
+        "parts": resident.parts,  # for other languages
         "device_bytes": resident.device_bytes,
         "bytes_sent": last.reports[0].bytes.get("weights", 0),  # in a call; part of the bytes of communication
     }
@@ -165,64 +164,79 @@ def _graphs(config: RuntimeConfig, run: RunStats, last: CallRecord) -> dict[str,
     if not config.cuda_graphs:
         return None
     why = "" if last.graphs == REPLAYED else last.graphs
-    words = f"CUDA graphs: {run.replayed} of {run.done + (run.done < run.calls)} calls replayed" + (f"; {why}" if why else "")
-    return {"replayed": run.replayed, "reason": why, "words": words}
+    return {"replayed": run.replayed, "calls": run.done + (run.done < run.calls), "reason": why}
 
 
 def _rounded(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 4)
 
 
-def shown(text: str) -> tuple[str, Tensor]:
+def shown(text: str, words: Words) -> tuple[str, Tensor]:
     """Return the summary and the picture of a report of CP Sampler. Raises ConfigError for anything else."""
     try:
         if len(text) > LONGEST:
             raise ValueError
         report = json.loads(text)
-        return "\n".join(summarise(report)), draw(report)
+        return "\n".join(summarise(report, words)), draw(report, words)
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError):
         raise bad_value("report", text, "the JSON report of a CP Sampler", "Connect its report output.") from None
 
 
-def summarise(report: dict[str, Any]) -> list[str]:
+def summarise(report: dict[str, Any], words: Words) -> list[str]:
     """Summarise a report in a few lines, and a line per rank at the end if there are ranks."""
-    seconds = f"{report['seconds_per_step']:.3g} s per step"
-    if report["seconds_per_call"] is not None:
-        seconds += f", {report['seconds_per_call']:.3g} s per call"
+    say, per_call = words.say, report["seconds_per_call"]
+    seconds = say("report.per_step", time=_seconds(report["seconds_per_step"]))
+    if per_call is not None:
+        seconds += f", {say('per_call', time=_seconds(per_call))}"
     if report["world_size"] == 1:
-        return ["one device", seconds]
+        return [say("report.one_device"), seconds]
     alone = report["seconds_per_call_on_one_device"]
     if alone is not None:
-        seconds += f" (one device: {alone:.3g} s)"
+        seconds += say("report.alone", time=_seconds(alone))
+    ranks = f"{say('ranks', count=report['world_size'])} ({words.mesh(report['degrees'], report['at_work'])})"
     lines = [
-        report["speed"],
-        *([HOW_TO_MEASURE] if alone is None else []),
+        words.speed(report["speed_parts"]),
+        *([say("report.how_to_measure")] if alone is None else []),
         seconds,
-        f"{report['family']} on {report['world_size']} ranks ({axes(report['degrees'], report['at_work'])})",
-        *([report["weights"]["words"]] if report["weights"] else []),
-        *([f"this call ran on {report['choice']['words']}"] if report["choice"] else []),
-        *([report["cuda_graphs"]["words"]] if report["cuda_graphs"] else []),
-        f"{report['communication_share']:.0%} of a call waiting for other devices and for the link",
+        say("report.on", family=report["family"], ranks=ranks),
+        *([words.held(report["weights"]["parts"])] if report["weights"] else []),
+        *([say("report.some", some=words.choice(report["choice"]))] if report["choice"] else []),
+        *([_replays(say, report["cuda_graphs"])] if report["cuda_graphs"] else []),
+        say("report.waiting", share=f"{report['communication_share']:.0%}"),
     ]
-    if report["seconds_per_call"] is not None:
-        outside = report["seconds_per_call"] - max(sum(rank["seconds"].values()) for rank in report["ranks"])
-        lines.append(f"{max(0.0, outside):.2g} s of a call in ComfyUI, outside of the ranks")
+    if per_call is not None:
+        outside = per_call - max(sum(rank["seconds"].values()) for rank in report["ranks"])
+        lines.append(say("report.outside", time=f"{max(0.0, outside):.2g} s"))
     for rank in report["ranks"]:
         tokens = ", ".join(f"{count} {name}" for name, count in rank["tokens"].items())
-        memory = f"host {_gib(rank['host_memory'])}" + (f", device {_gib(rank['device_memory'])}" if rank["device_memory"] else "")
-        lines.append(f"rank {rank['rank']} on {rank['device']}: {f'tokens {tokens}; ' if tokens else ''}{memory}")
+        facts = [say("report.tokens", tokens=tokens)] if tokens else []
+        facts.append(say("memory.host", size=_gib(rank["host_memory"])))
+        if rank["device_memory"]:
+            facts.append(say("memory.device", size=_gib(rank["device_memory"])))
+        lines.append(say("report.rank", rank=rank["rank"], device=rank["device"], facts=", ".join(facts)))
     return lines
 
 
-def draw(report: dict[str, Any]) -> Tensor:
+def _replays(say: Callable[..., str], graphs: Mapping[str, Any]) -> str:
+    why = graphs["reason"]
+    return say("report.graphs", replayed=graphs["replayed"], calls=graphs["calls"]) + (f"; {why}" if why else "")
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s"
+
+
+def draw(report: dict[str, Any], words: Words) -> Tensor:
     """Draw the summary, and a bar per rank. Returns `[1, H, W, 3]` in 0..1, as ComfyUI's images are."""
-    lines, ranks = [line.replace("×", "x") for line in summarise(report)], report.get("ranks", [])  # the font has no ×
+    font, large = _font(TEXT, words.language), _font(HEADLINE, words.language)
+    if font is None or large is None:
+        return draw(report, words_in(ENGLISH))
+    lines, ranks = [line.replace("×", "x") for line in summarise(report, words)], report.get("ranks", [])  # Pillow's font has no ×
     if len(ranks) > DESCRIBED:
         lines = lines[: len(lines) - len(ranks)]
     if len(ranks) > BARS:
-        lines.append(f"the first {BARS} ranks of {len(ranks)}:")
+        lines.append(words.say("report.first", count=BARS, all=len(ranks)))
         ranks = ranks[:BARS]
-    font, large = ImageFont.load_default(TEXT), ImageFont.load_default(HEADLINE)
     headline = [(part, large, HEADLINE + GAP) for part in _wrap(lines[0], large)]
     rows = headline + [(part, font, LINE) for line in lines[1:] for part in _wrap(line, font)]
     bars = len(ranks) * (BAR + GAP) + LINE + 2 * GAP if ranks else 0
@@ -252,18 +266,29 @@ def draw(report: dict[str, Any]) -> Tensor:
         x = float(MARGIN + LABEL)
         for part, colour in COLOURS.items():
             pen.rectangle((x, y + 4, x + 18, y + 22), colour)
-            pen.text((x + 26, y), part, INK, font)
-            x += 48 + font.getlength(part)
+            name = words.say(f"report.{part}")
+            pen.text((x + 26, y), name, INK, font)
+            x += 48 + font.getlength(name)
     return torch.from_numpy(np.asarray(picture, dtype=np.float32) / 255)[None]
 
 
+def _font(size: int, language: str) -> Any:
+    """Return a font with the characters of a language; None where the system has none."""
+    if language == ENGLISH:
+        return ImageFont.load_default(size)
+    for name in FONTS:
+        with contextlib.suppress(OSError):
+            return ImageFont.truetype(name, size)
+    return None
+
+
 def _wrap(text: str, font: Any) -> list[str]:
-    """Split a text between words into lines that fit."""
+    """Split a text into lines that fit: between words, and between Chinese or Japanese characters."""
     lines = [""]
-    for word in text.split():
-        longer = f"{lines[-1]} {word}".strip()
+    for word in WORD.findall(text):
+        longer = lines[-1] + word
         if lines[-1] and font.getlength(longer) > ROOM:
-            lines.append(word)
+            lines.append(word.strip())
         else:
             lines[-1] = longer
     return [_fit(line, font, ROOM) for line in lines]

@@ -17,8 +17,9 @@ from ...controller.journal import public_message
 from ...controller.run_stats import Node
 from ...errors import ContextParallelError, bad_value
 from ...machines.wire import own_address
+from ...words import ENGLISH, Words, words_in
 from .runtime import CONTROLLER, OTHERS, add_machines, found_devices, prefer
-from .status import ending, node_text, status
+from .status import activity, ending, node_text, status
 
 log = logging.getLogger("context_parallel")
 
@@ -26,8 +27,9 @@ EVENT = "context_parallel.status"
 LOOK = 1.0  # seconds between two polls: a dead rank and a prompt without workers cause no notification
 PAUSE = 0.2  # seconds at least between two events
 GRAIN = 16 << 20  # bytes; less is not worth an event
-BYPASSED = "without Context Parallel in this run"
-WAITING = "waiting for this run"
+LANGUAGES: dict[str, str] = {}
+"""ComfyUI's language in each browser, by client id. Another client gets English."""
+MOST = 100  # browsers
 
 
 def add_routes(server: Any) -> None:
@@ -74,6 +76,22 @@ def add_routes(server: Any) -> None:
         except ContextParallelError as error:
             return await answer(400, error=public_message(error))
         return await answer(error=None)
+
+    @routes.post("/context_parallel/language")
+    async def post_language(request: web.Request) -> web.Response:
+        """Give the texts of nodes in a browser its language: `{"client": id, "language": "zh"}`; 400 for anything else."""
+        try:
+            asked = await _asked(request)
+            texts = [each for each in asked.values() if isinstance(each, str) and len(each) < 100]
+            if asked.keys() != {"client", "language"} or len(texts) < 2:
+                raise bad_value("language", asked, '{"client": id, "language": "zh"}', "Send both, as text.")
+        except ContextParallelError as error:
+            return web.json_response({"error": public_message(error)}, status=400)
+        LANGUAGES.pop(asked["client"], None)
+        LANGUAGES[asked["client"]] = asked["language"]
+        while len(LANGUAGES) > MOST:
+            del LANGUAGES[next(iter(LANGUAGES))]
+        return web.json_response({"error": None})
 
     @routes.get("/context_parallel/machines")
     async def get_machines(_: web.Request) -> web.Response:
@@ -153,7 +171,11 @@ class Events:
             self._user = node, self._server.client_id
         for user, client in (before, self._user):
             # The browser leaves a text unchanged, and accepts no empty one.
-            self._say(ending(self._server, user) or ((user == node and now["activity"]) or node_text(user)), user, client)
+            words = words_for(client)
+            if end := ending(self._server, user):
+                self._say(words.say(end), user, client)
+            else:
+                self._say((user == node and activity(words)) or node_text(words, user), user, client)
 
     def _look_at_the_prompt(self) -> None:
         """Clear the status and the text of the last run, once another prompt has begun that samples."""
@@ -172,12 +194,18 @@ class Events:
         if bypassed or node is None or node.prompt_id != self._prompt:
             self._user = None, None
             if node is not None and graph.get(node.node_id, {}).get("class_type") == node.kind:
-                self._say(BYPASSED if bypassed else WAITING, node, client)
+                kind = "bypassed" if bypassed else "waiting"
+                self._say(words_for(client).say(f"node.{kind}"), node, client)
 
     def _say(self, text: str, node: Node | None, client: str | None) -> None:
         if text and node is not None and client is not None and (text, node) != self._said:
             self._said = text, node
             self._server.send_progress_text(text.encode(errors="replace"), node.node_id, client)
+
+
+def words_for(client: str | None) -> Words:
+    """Return the texts in the language of a browser, by its client id."""
+    return words_in(LANGUAGES.get(client or "", ENGLISH))
 
 
 def _shares_out(node: Mapping[str, Any]) -> bool:

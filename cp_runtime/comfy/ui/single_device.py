@@ -9,33 +9,27 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ...pool.config import DeviceInventory
+from ...words import ENGLISH, Words, words_in
 
 HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ONEAPI_DEVICE_SELECTOR", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES")
 """Variables that hide devices from a process. ComfyUI's --cuda-device and --oneapi-device-selector set some."""
-WORDS = {
-    "platform": "One device: sharing a model out needs Linux or WSL2.",
-    "hidden": "1 GPU visible, nothing to share. {variable} is {value}: if the computer has more GPUs, name them there.",
-    "single": "1 GPU visible, nothing to share. If the computer has more, its driver does not show them: look at nvidia-smi -L.",
-    "flag": "ComfyUI was started with --cpu. Without it, it uses the GPUs.",
-    "torch": "ComfyUI's torch is built without support for GPUs. Install one that has it.",
-    "all_hidden": "No GPU visible. {variable} is {value}: name the GPUs there.",
-    "none": "No GPU visible. If the computer has some, its driver does not show them: look at nvidia-smi -L.",
-}
-"""Texts by case. The panel has them in other languages as well."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SingleDeviceReason:
     """One device computes, whatever the settings ask for; or CPUs do."""
 
-    case: str  # key of WORDS
+    case: str  # key of its text, of "alone"
     # variable, value: of the environment, where it hides devices
     variable: str = ""
     value: str = ""
 
+    def said(self, words: Words) -> str:
+        return words.say(f"alone.{self.case}", variable=self.variable, value=self.value)
+
     @property
     def words(self) -> str:
-        return WORDS[self.case].format(variable=self.variable, value=self.value)
+        return self.said(words_in(ENGLISH))
 
     @property
     def described(self) -> dict[str, Any]:

@@ -12,9 +12,8 @@ from ...controller.workers import Workers
 from ...pool.board import SILENT
 from ...pool.worker import host_bytes
 from ...pool.worker_pool import WorkerPool
-from ...timing.choice import in_words
 from ...version import VERSION
-from .report import axes
+from ...words import ENGLISH, Words, words_in
 from .runtime import CONTROLLER, OTHERS, nothing_to_share
 
 LINGER = 1.0
@@ -23,8 +22,8 @@ LINGER = 1.0
 STATES = {"start": "starting", "load": "loading", "attach_network": "loading", "call": "computing"}
 """State by command. The others take no time: the ranks keep their state."""
 
-UNFINISHED = {"execution_error": "failed", "execution_interrupted": "cancelled"}
-"""Outcome of an unfinished prompt, by the message in ComfyUI's history."""
+UNFINISHED = {"execution_error": "state.failed", "execution_interrupted": "obstacle.cancelled"}
+"""Outcome of an unfinished prompt, a key of its text, by the message in ComfyUI's history."""
 
 
 def status(server: Any) -> dict[str, Any]:
@@ -38,7 +37,7 @@ def status(server: Any) -> dict[str, Any]:
     workers, journal, alone = CONTROLLER.workers, CONTROLLER.journal, nothing_to_share()
     speed = _speed(journal)  # read once, so that all figures of a status are of the same moment
     found: dict[str, Any] = {
-        "state": "off", "activity": "" if alone is None else alone.words, "starting": None, "loading": None, "compiling": False,
+        "state": "off", "activity": activity(words_in(ENGLISH)), "starting": None, "loading": None, "compiling": False,
         "world_size": 0, "backend": None, "peer_to_peer": None, "fallback": "", "models": [], "weights": {}, "memory": {},
         "pace": None, "last_call": None, "last_vae_call": None, "ranks": [], "version": VERSION, "speed": speed,
         "last_error": _failure(journal.last_error), "errors": [_failure(each) for each in list(journal.errors)],
@@ -48,7 +47,7 @@ def status(server: Any) -> dict[str, Any]:
     if workers is None:
         return found
     pool, last = workers.pool, journal.run.last
-    loading, waiting = workers.loading, pool.waiting_for  # read once, so that state and words agree
+    loading, waiting = workers.loading, pool.waiting_for  # read once, so that all ranks agree
     # Of the last sampling run, if these ranks computed it.
     record = last if last is not None and last.pids == pool.pids else None
     vae = workers.last_vae_call
@@ -59,7 +58,7 @@ def status(server: Any) -> dict[str, Any]:
     sampling = work == "computing" and workers.sampling
     return found | {
         "state": _state(pool, ranks, work),
-        "activity": _activity(workers, loading),
+        "activity": activity(words_in(ENGLISH)),
         "starting": None
         if pool.command != "start"
         else {"since": pool.since, "stage": pool.stage, "last_took": workers.last_start},
@@ -80,45 +79,54 @@ def status(server: Any) -> dict[str, Any]:
     }
 
 
-def _activity(workers: Workers, loading: tuple[str, float | None] | None) -> str:
-    """Return the current or last activity of the workers, in words."""
-    pool = workers.pool
+def activity(words: Words) -> str:
+    """Return the current or last activity of the workers, or why there are none, in words."""
+    if (workers := CONTROLLER.workers) is None:
+        alone = nothing_to_share()
+        return "" if alone is None else alone.said(words)
+    pool, loading = workers.pool, workers.loading
     waiting = pool.waiting_for
     if pool.command == "start":
-        before = "" if workers.last_start is None else f" (took {workers.last_start:.0f} s last time)"
-        return f"starting {pool.world_size} workers: {pool.stage}{before}…"
+        again = "starting" if workers.last_start is None else "starting_again"
+        stage = words.say(f"stage.{pool.stage}")
+        return words.say(f"node.{again}", count=pool.world_size, stage=stage, last=f"{workers.last_start or 0:.0f}")
     if loading is not None:
         model, loaded = loading
-        return f"loading {model} on {_ranks(pool, waiting)}…" + ("" if loaded is None else f" {100 * loaded:.0f} %")
+        case = "loading" if loaded is None else "loading_part"
+        return words.say(f"node.{case}", model=model, ranks=_ranks(words, pool, waiting), part=f"{100 * (loaded or 0):.0f}")
     if compiling := _compiling(pool):
-        return f"compiling blocks on {_ranks(pool, compiling)}…"
+        return words.say("node.compiling", ranks=_ranks(words, pool, compiling))
     if workers.comparing:
-        return "measuring a call on one device…"
+        return words.say("node.measuring")
     record = workers.last_call
     if record is None or record.node != CONTROLLER.journal.node or not pool.alive:
         return ""  # another node's activity does not concern this one
-    return _in_words(record, pool.world_size)
+    return _in_words(words, record, pool.world_size)
 
 
-def node_text(node: Node | None) -> str:
+def node_text(words: Words, node: Node | None) -> str:
     """Return the times of the last sampling run, in words, if it was this node's; else an empty text."""
     workers, journal = CONTROLLER.workers, CONTROLLER.journal
     record, speed = journal.run.last, journal.speed
     if record is None and speed is not None and speed.per_call and node == journal.node:  # on one device
-        return f"{speed.words} · {speed.per_call:.3g} s per call"
+        return f"{words.speed(speed.parts)} · {_per_call(words, speed.per_call)}"
     if workers is None or record is None or record.node != node:
         return ""
-    return _in_words(record, workers.pool.world_size)
+    return _in_words(words, record, workers.pool.world_size)
 
 
-def _in_words(record: CallRecord, world_size: int) -> str:
+def _in_words(words: Words, record: CallRecord, world_size: int) -> str:
     outcome, speed = record.reports[0].outcome, CONTROLLER.journal.speed
-    ranks = f"{world_size} ranks ({axes(outcome.degrees, outcome.at_work)})"
+    ranks = f"{words.say('ranks', count=world_size)} ({words.mesh(outcome.degrees, outcome.at_work)})"
     if record.choice is not None and record.choice["ranks"] < world_size:
-        ranks = in_words(record.choice)  # otherwise the others would seem idle
+        ranks = words.choice(record.choice)  # otherwise the others would seem idle
     if speed is None or record is not CONTROLLER.journal.run.last:  # of a VAE
-        return f"{ranks}, {record.seconds:.3g} s per call"
-    return f"{speed.words} · {speed.per_call or record.seconds:.3g} s per call · {ranks}"
+        return f"{ranks}, {_per_call(words, record.seconds)}"
+    return f"{words.speed(speed.parts)} · {_per_call(words, speed.per_call or record.seconds)} · {ranks}"
+
+
+def _per_call(words: Words, seconds: float) -> str:
+    return words.say("per_call", time=f"{seconds:.3g} s")
 
 
 def _compiling(pool: WorkerPool) -> list[int]:
@@ -126,7 +134,7 @@ def _compiling(pool: WorkerPool) -> list[int]:
 
 
 def ending(server: Any, node: Node | None) -> str | None:
-    """Return how a node's prompt ended before the node: "failed", "cancelled", "" if the node was done, None if it runs."""
+    """Return how a node's prompt ended before the node: a key of its text, "" if the node was done, None if it runs."""
     entry = None if node is None else server.prompt_queue.history.get(node.prompt_id)
     if node is None or entry is None:
         return None
@@ -140,6 +148,7 @@ def _speed(journal: Journal) -> dict[str, Any] | None:
     speed = journal.speed
     if speed is None and not journal.measuring:
         return None
+    parts = speed.parts if speed else {"cases": [NOT_MEASURED], "unit": "device", "obstacle": ""}
     return {
         "times": speed and speed.times,
         # Alike for both, so that they can be compared: with the sampler's time between two calls.
@@ -147,9 +156,8 @@ def _speed(journal: Journal) -> dict[str, Any] | None:
         "seconds_per_call_on_one_device": speed and speed.on_one_device,
         "difference_from_one_device": journal.run.difference,
         "measuring": journal.measuring,
-        "words": speed.words if speed else NOT_MEASURED,
-        # For texts in other languages.
-        "parts": speed.parts if speed else {"cases": ["not_measured"], "unit": "device"},
+        "words": words_in(ENGLISH).speed(parts),
+        "parts": parts,  # for texts in other languages
     }
 
 
@@ -160,10 +168,10 @@ def _failure(error: Failure | None) -> dict[str, Any] | None:
     return {"time": error.time, "rank": error.rank, "device": error.device, "message": error.message, "node": node}
 
 
-def _ranks(pool: WorkerPool, waiting: list[int]) -> str:
+def _ranks(words: Words, pool: WorkerPool, waiting: list[int]) -> str:
     if len(waiting) in (0, pool.world_size):
-        return f"{pool.world_size} ranks"
-    return "rank " + ", ".join(map(str, waiting))
+        return words.say("ranks", count=pool.world_size)
+    return words.say("node.rank", ranks=", ".join(map(str, waiting)))
 
 
 def _described(record: CallRecord) -> dict[str, Any]:
@@ -171,7 +179,7 @@ def _described(record: CallRecord) -> dict[str, Any]:
     return {
         "degrees": record.reports[0].outcome.degrees,
         "at_work": sum(not report.outcome.idle for report in record.reports),
-        "choice": in_words(record.choice),
+        "choice": words_in(ENGLISH).choice(record.choice),
         "seconds": record.seconds,
         # Of the run that the call belongs to, as the report has it; a call of a VAE belongs to none.
         "waiting_share": run.waiting_share if record is run.last else record.waiting_share,
