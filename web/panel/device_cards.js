@@ -29,7 +29,7 @@ export function deviceCards(prefer) {
       input.checked = used.includes(name);
       input.disabled = by === "fixed" || Boolean(status.alone) || used.join() === name;
     }
-    note.textContent = [reach(found), t(`devices.by.${status.alone ? "one" : by}`)].filter(Boolean).join(" ");
+    note.textContent = [status.speed ? "" : hope(found, used), reach(found), t(`devices.by.${status.alone ? "one" : by}`)].filter(Boolean).join(" ");
   }
 
   async function look() {
@@ -63,6 +63,14 @@ function card(device, at, input) {
   const element = make("label", "cp-rank", null, input, words, make("span", "cp-memory", gigabytes(device.memory)));
   element.dataset.device = device.name;
   return element;
+}
+
+/** What to expect of those that are used, where they are alike. What was measured is told above. */
+function hope({ devices, expected }, used) {
+  const kinds = new Set(devices.filter(({ name }) => used.includes(name)).map(({ title }) => title));
+  if (kinds.size !== 1 || !expected[used.length]) return "";
+  const [low, high] = expected[used.length];
+  return t("devices.expected", { count: used.length, low, high });
 }
 
 /** How they reach each other, or why there are none. */

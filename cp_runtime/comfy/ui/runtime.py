@@ -28,6 +28,7 @@ from ...pool.config import DeviceInventory, RuntimeConfig, WorkerSite, has_code
 from ...pool.launcher import child_environment
 from ...pool.peers import is_p2p_disabled, without_peer_access
 from ...pool.processes import WAITING
+from ...timing.expected import expected
 from ..shared.recipe import describe
 from .residency import free_for_ranks
 from .single_device import SingleDeviceReason, single_device_reason, why_no_gpu
@@ -111,17 +112,20 @@ def found_devices() -> dict[str, Any]:
     """Return what the panel and CP Config offer to choose from. It opens no device that ComfyUI has not opened.
 
     `devices`: for each the `name` as CP Config takes it, the `title` that torch has for it and its `memory` in bytes, 0 where that
-    is not known. `indirect`: pairs of GPUs that do not reach each other's memory, None where nobody knows. `reason`: why there are
-    no GPUs, None where there are.
+    is not known. `indirect`: pairs of GPUs that do not reach each other's memory, None where nobody knows. `expected`: the speed-up
+    of a picture and of a long video, as text, by number of GPUs. `reason`: why there are no GPUs, None where there are.
     """
     inventory = device_inventory()
     names = [f"{inventory.type}:{index}" for index in inventory.usable or range(inventory.default_ranks)]
     pairs = [f"{one} to {other}" for one, other in permutations(names, 2)] if is_p2p_disabled() else None
     reason = why_no_gpu(inventory, args.cpu, bool(torch.version.cuda or torch.version.hip))
     own = [{"name": name, **_description(inventory.type, index)} for index, name in enumerate(names)]
+    indirect = (pairs or without_peer_access(names)) if inventory.type == "cuda" else None
+    gpus = () if inventory.type == "cpu" else range(2, len(names) + 1)
     return {
         "devices": own + [{"name": name, "title": "", "memory": 0} for name in inventory.others],
-        "indirect": (pairs or without_peer_access(names)) if inventory.type == "cuda" else None,
+        "indirect": indirect,
+        "expected": {count: [f"{times:.1f}" for times in expected(count, not indirect)] for count in gpus},
         "reason": None if reason is None else reason.described,
     }
 
