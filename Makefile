@@ -8,7 +8,7 @@ SETUP = assignments=$$("$(PYTHON)" .ci/setup.py --print) && eval "$$assignments"
 # `python -m pytest` would put the checkout on sys.path, where the folder nodes/ hides ComfyUI's nodes.py.
 PYTEST = "$$CP_PYTHON" -c 'import sys; sys.path[:] = filter(None, sys.path); import pytest; sys.exit(pytest.main())'
 
-.PHONY: help setup test test-quick demo play clip bench gpu-check soak machines coverage registry plan definitions lint lint-ruff lint-format lint-mypy lint-codespell
+.PHONY: help setup test test-quick demo play pictures bench gpu-check soak machines coverage registry plan definitions lint lint-ruff lint-format lint-mypy lint-codespell
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1 - \2/p' Makefile
@@ -28,8 +28,8 @@ demo: ## run the main job: the same picture from one rank and from several
 play: ## start ComfyUI with this pack and a tiny model, to click around in
 	@$(SETUP) && "$$CP_PYTHON" .ci/play.py
 
-clip: ## record the clip of the README in a browser, before and after, from `make play` (3 minutes on two idle cores)
-	@$(SETUP) && "$$CP_PYTHON" tests/browser/clip.py
+pictures: ## take every picture of documents, help and templates anew, and the README's clip (10 minutes on two idle cores)
+	@$(SETUP) && CP_SCREENSHOTS=1 $(PYTEST) tests/browser && "$$CP_PYTHON" tests/browser/clip.py
 
 bench: ## run every benchmark and say which ratios moved since they were recorded (three quarters of an hour; BENCH_ARGS=--quick for less, --record to keep them)
 	@$(SETUP) && "$$CP_PYTHON" benchmarks/recorded.py $(BENCH_ARGS)

@@ -1,6 +1,6 @@
 """The clip on top of the README: one graph on the ComfyUI of `make play`, run without and with Apply Context Parallel.
 
-    make clip
+    make pictures
 
 Both runs are recorded in a real browser, one after the other, and shown side by side, from Run to the end. ComfyUI and each worker
 have one core, as in `make demo`. It takes two idle cores: what other programs use of them can be seen in the clip.

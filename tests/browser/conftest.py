@@ -1,7 +1,7 @@
 """A real browser on a real server: Debian's Chromium, driven by Playwright.
 
 Tests are skipped where there is no Chromium (`apt-get install chromium`, or its path in CP_CHROMIUM). With CP_SCREENSHOTS=1 they
-take the pictures anew that documentation and templates show.
+take the pictures anew that documents and templates show, and others into shots/.
 """
 
 import contextlib

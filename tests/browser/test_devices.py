@@ -58,7 +58,7 @@ def test_gpus_have_names_memory_links_and_a_switch_that_writes_cp_config(browser
     expect(cards).to_contain_text("Through the computer's memory, which is slower: GPU 0 – GPU 1.")
     for theme in THEMES if KEEP else ():
         page.evaluate(THEME, theme)
-        picture(f"docs/images/panel-devices-{theme}.png", settle=300)
+        picture(f"shots/panel-devices-{theme}.png", settle=300)
     page.evaluate("prompt => app.loadApiJson(prompt, 'test')", flux_prompt(cp={"world_size": 2}))
     page.evaluate("() => app.loadGraphData(app.graph.serialize())")
     expect(cards).to_contain_text("Set in CP Config of this workflow.")

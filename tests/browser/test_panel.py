@@ -86,7 +86,7 @@ def test_a_run(browser_server, page, panel, picture, theme):
     headline(panel, "starting")
     expect(panel.locator(".cp-activity").last).to_have_text(re.compile(r"^starting 2 workers, \d+ s, \w+"))
     expect(page.get_by_text(re.compile("^starting 2 workers: "))).to_have_count(1)  # in the node that waits
-    picture(f"docs/images/panel-starting-{theme}.png")
+    picture(f"shots/panel-starting-{theme}.png")
 
     headline(panel, "computing")
     pids = browser_server.worker_pids()
@@ -110,7 +110,7 @@ def test_a_run(browser_server, page, panel, picture, theme):
     headline(panel, "idle")
     assert browser_server.worker_pids() == pids
     expect(panel.locator("[data-rank='0'] .cp-state")).to_have_text("idle")
-    picture(f"docs/images/panel-idle-{theme}.png")
+    picture(f"shots/panel-idle-{theme}.png")
     seen = [(head, *ranks) for head, *ranks in page.evaluate("window.cpSeen") if head in ("loading", "computing", "idle")]
     assert {head for head, *_ in seen} >= {"computing", "idle"}
     assert [states for states in seen if states[0] not in states[1:]] == []
@@ -182,7 +182,7 @@ def test_a_rank_that_is_killed(browser_server, page, panel, picture, theme):
     # ComfyUI shows the error of the prompt in its own way, too.
     expect(page.get_by_text("failed: SIGKILL").filter(visible=True).last).to_be_visible()
     expect_text_in_node(page, "failed")
-    picture(f"docs/images/panel-failed-{theme}.png")
+    picture(f"shots/panel-failed-{theme}.png")
 
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     error.get_by_role("button", name="Copy").click()

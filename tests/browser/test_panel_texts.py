@@ -2,10 +2,11 @@
 
 import itertools
 import re
+import time
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from browser.conftest import CP
+from browser.conftest import CP, KEEP
 from playwright.sync_api import expect
 from support.graphs import flux_prompt
 
@@ -144,3 +145,32 @@ def test_nothing_is_kept_from_who_does_not_see_it_or_has_no_mouse(page, panel, t
     expect(fact.first).to_be_focused()
     expect(panel.get_by_role("alert")).to_have_count(0)
     expect(panel.locator(".cp-past strong")).to_have_count(1)
+
+
+STATES = {
+    "off": {"state": "off", "ranks": [], "speed": None, "memory": {}},
+    "starting": {"state": "starting", "starting": {"since": time.time(), "stage": "importing", "last_took": 9.0}, "speed": None},
+    "loading": {"state": "loading", "loading": {"model": "a_model_with_a_rather_long_name_fp8_scaled.safetensors", "part": 0.4}},
+    "computing": {"state": "computing"},
+    "idle": {"state": "idle"},
+    "failed": {"state": "failed", "last_error": an_error(), "errors": [an_error()]},
+}
+NARROW = {"width": 480, "height": 800}
+
+
+@pytest.mark.parametrize("language", ["en", "zh", "ja"] if KEEP else ["en"])
+def test_every_state_fits_a_narrow_window(page, panel, tell, picture, theme, language):
+    """No line is cut, none reaches beyond the panel, and the page itself does not scroll to the side."""
+    page.evaluate("language => app.extensionManager.setting.set('Comfy.Locale', language)", language)
+    page.set_viewport_size(NARROW)
+    page.wait_for_timeout(3000 if KEEP else 0)  # ComfyUI loads its own texts
+    details = panel.locator(".cp-details > summary")
+    details.click()
+    for state, changes in STATES.items():
+        tell(**changes)
+        beyond = panel.evaluate("""panel => [...panel.querySelectorAll('*')].filter(element => element.checkVisibility()
+            && element.getBoundingClientRect().right > panel.getBoundingClientRect().right + 1
+            && !element.closest('pre')).map(element => element.className + ': ' + element.textContent)""")
+        assert beyond == [], state
+        picture(f"shots/{state}-{language}-{theme}.png", settle=300)
+    page.evaluate("app.extensionManager.setting.set('Comfy.Locale', 'en')")

@@ -48,7 +48,7 @@ def test_the_template_browser_has_them(page, picture):
     dialog.get_by_placeholder("Search").fill("")
     for name in NAMES:
         expect(dialog.get_by_text(name, exact=True).first).to_be_visible()
-    picture("docs/images/templates.png", settle=1000)
+    picture("shots/templates.png", settle=1000)
     page.keyboard.press("Escape")
     expect(dialog).to_have_count(0)
 
@@ -169,7 +169,7 @@ def test_tooltips(page, picture):
     page.mouse.move(*point_in(page, "CPConfig", "devices"))
     tooltip = page.locator(".node-tooltip")
     expect(tooltip).to_contain_text("cuda:0,cuda:2")
-    picture("docs/images/tooltip.png")
+    picture("shots/tooltip.png")
 
 
 LABELS = json.loads((CHECKOUT / "locales" / "en" / "nodeDefs.json").read_text())["CPConfig"]["inputs"]
@@ -188,7 +188,7 @@ def test_advanced_inputs_are_folded_away(page, picture):
         expect(label.get_by_text(LABELS[name]["name"], exact=True)).to_be_hidden()
     box = node.bounding_box()
     assert box["height"] < 220  # no empty space for what is folded away
-    picture("docs/images/folded.png")
+    picture("shots/folded.png")
     node.get_by_text("Show advanced inputs").click()
     for name in FOLDED:
         expect(label.get_by_text(LABELS[name]["name"], exact=True)).to_be_visible()
@@ -247,4 +247,4 @@ def test_help(page, picture):
     graph = content.locator("img").first
     expect(graph).to_be_visible()
     page.wait_for_function("() => document.querySelector('.node-help-content img').naturalWidth > 0")
-    picture("docs/images/help.png")
+    picture("shots/help.png")

@@ -25,6 +25,14 @@ WRITTEN = "\n".join(path.read_text() for path in DOCUMENTS)
 CODE = "\n".join(path.read_text() for path in ROOT.rglob("*") if path.suffix in (".py", ".js") or path.name == "Makefile")
 
 
+def test_every_picture_is_shown():
+    """One that nothing shows is never looked at, and is soon of another version."""
+    shown = WRITTEN + read("pyproject.toml")
+    pictures = [path for folder in ("docs/images", "web/docs/images") for path in (ROOT / folder).iterdir()]
+    assert len(pictures) > 8
+    assert [path.name for path in pictures if path.with_suffix(".png").name not in shown and path.name not in shown] == []
+
+
 def test_commands_that_the_documents_name_exist():
     targets = set(re.findall(r"^([a-z][a-z-]*):", read("Makefile"), re.MULTILINE))
     named = set(re.findall(r"(?:`|^ +)make ([a-z-]+)", WRITTEN, re.MULTILINE))
