@@ -48,6 +48,15 @@ def test_every_language_says_the_same(language):
     assert [key for key, text in texts.items() if text == english[key]] in (["fact.mesh"], ["fact.mesh", "unit.gpu"])
 
 
+@pytest.mark.parametrize("language", LANGUAGES[1:])
+def test_nodes_have_one_name(language):
+    """That which the canvas shows in this language."""
+    english, own = (json.loads((CHECKOUT / "locales" / each / "nodeDefs.json").read_text()) for each in ("en", language))
+    titles = [node["display_name"] for node in english.values()]
+    texts = {**TEXTS[language], **flat(own)}
+    assert [key for key, text in texts.items() for title in titles if title in text] == []
+
+
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_commands_have_labels(language):
     labels = json.loads((CHECKOUT / "locales" / language / "commands.json").read_text())
