@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from ..engine.weights.blocks import Sizes
 from ..errors import UnsupportedError
 from ..pool.config import RuntimeConfig
-from ..pool.settings import OFFLOADED, PLACEMENTS, STAGED, WHOLE
+from ..pool.settings import OFFLOADED, PLACEMENTS, STAGED, WHOLE, with_labels
 from ..timing.times import remember
 
 GB = 1e9
@@ -91,8 +91,10 @@ def choose(config: RuntimeConfig, demand: Demand, room: float | None, at_least: 
         needed = demand.per_rank(config.weights, ranks)
         if config.memory_per_rank and needed > config.memory_per_rank * GB:
             raise UnsupportedError(
-                f"weights: Set it to auto, raise memory_per_rank, or use more devices. Got {config.weights}, with which each of "
-                f"{ranks} ranks needs {needed / GB:.3g} GB; memory_per_rank allows {config.memory_per_rank:.3g} GB."
+                with_labels(
+                    f"weights: Set it to auto, raise memory_per_rank, or use more devices. Got {config.weights}, with which each of "
+                    f"{ranks} ranks needs {needed / GB:.3g} GB; memory_per_rank allows {config.memory_per_rank:.3g} GB."
+                )
             )
         reason = f"{config.weights}, as set: {_on_each(demand, config.weights, ranks)}"
         if demand.on_device(config.weights, ranks) > demand.weights:
