@@ -90,12 +90,11 @@ def choose(config: RuntimeConfig, demand: Demand, room: float | None, at_least: 
     if config.weights != "auto":
         needed = demand.per_rank(config.weights, ranks)
         if config.memory_per_rank and needed > config.memory_per_rank * GB:
-            raise UnsupportedError(
-                with_labels(
-                    f"weights: Set it to auto, raise memory_per_rank, or use more devices. Got {config.weights}, with which each of "
-                    f"{ranks} ranks needs {needed / GB:.3g} GB; memory_per_rank allows {config.memory_per_rank:.3g} GB."
-                )
+            why = (
+                f"weights: Set it to auto, raise memory_per_rank, or use more devices. Got {config.weights}, with which each of "
+                f"{ranks} ranks needs {needed / GB:.3g} GB; memory_per_rank allows {config.memory_per_rank:.3g} GB."
             )
+            raise UnsupportedError(with_labels(why))
         reason = f"{config.weights}, as set: {_on_each(demand, config.weights, ranks)}"
         if demand.on_device(config.weights, ranks) > demand.weights:
             reason += ", which is more than all of them: two of its few large blocks are there at a time"
