@@ -20,6 +20,8 @@ from .ranks.mesh import SequenceMesh
 from .ranks.sharding import Shares
 
 SAME_SPEED = 0.1  # devices of different names that differ by less count as equal
+SAME_NAME = 0.25, 1.0  # those of one name get shares in between: a power limit or heat; beyond, another program was at work
+CPU = zlib.crc32(b"cpu")  # a core of a busy machine is slow now and then
 SLOWER = 2.0  # times as long: the link has become slower; a late rank does not explain it
 ENOUGH, LONG = 0.02, 1.0  # seconds to measure a link, and the limit where it becomes slower
 RISING = 0.3  # seconds of work that bring the clocks of an idle accelerator up
@@ -56,13 +58,14 @@ class Measured:
 
     @property
     def shares(self) -> Shares:
-        """Shares in proportion to the speeds of the ranks; empty where the devices are of one kind, or equally fast.
+        """Shares in proportion to the speeds of the ranks; empty where the devices are about equally fast, or CPU ranks.
 
         A speed is that of attention and matrix products by halves. Shares are rounded, so another measurement gives the same ones.
         """
         speeds = [2 / (1 / one.flops + 1 / one.linear) for one in self.each]
         slowest = min(speeds)
-        if len(set(self.devices)) == 1 or max(speeds) <= slowest * (1 + SAME_SPEED):
+        least, most = SAME_NAME if len(set(self.devices)) == 1 else (SAME_SPEED, math.inf)
+        if set(self.devices) == {CPU} or not slowest * (1 + least) < max(speeds) <= slowest * (1 + most):
             return ()
         return tuple(max(STEPS, round(STEPS * speed / slowest)) for speed in speeds)
 

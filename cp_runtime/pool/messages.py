@@ -256,6 +256,7 @@ class Load(Request[Loaded]):
     placement: str = "whole"
     device_bytes: int = 0  # of weights that one rank keeps on its device
     stages: int = 1  # of the model, where it is staged
+    formats: tuple[str, ...] | None = None  # quantised ones that the devices of all ranks multiply in; None = unknown
     memory: tuple[int, int] = (0, 0)  # where the tensors of the patches lie: a process id, and a descriptor there
     travelled: bool = False  # they cross a network: all their bytes are compared, and not samples
 

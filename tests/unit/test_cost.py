@@ -7,7 +7,7 @@ import torch
 from support.devices import SlowDevice
 
 from cp_runtime.engine.cost import AttentionShape, DegreePlanner, Rates, choose, cost
-from cp_runtime.engine.measuring import Measured, in_the_long_run, measure
+from cp_runtime.engine.measuring import CPU, Measured, in_the_long_run, measure
 from cp_runtime.engine.ranks.collectives import CommStats
 from cp_runtime.engine.ranks.config import SequenceSettings
 from cp_runtime.engine.ranks.mesh import factors
@@ -158,7 +158,10 @@ def machine(*speeds, devices=(), machines=(), inside=(), **link):
         ((2.0, 1.0), (), (8, 4)),
         ((1.0, 1.9), (), (4, 8)),  # to a quarter of the slowest
         ((1.0, 1.95), (), (4, 8)),
-        ((3.0, 1.0), (7, 7), ()),  # of one kind: one was busy when it was measured
+        ((3.0, 1.0), (7, 7), ()),  # of one name: one was busy when it was measured
+        ((1.5, 1.0), (7, 7), (6, 4)),  # one has a power limit
+        ((1.2, 1.0), (7, 7), ()),
+        ((1.5, 1.0), (CPU, CPU), ()),
         ((1.0, 1.09), (), ()),
         ((1.0, 1.0, 1.5, 3.1), (), (4, 4, 6, 12)),
     ],

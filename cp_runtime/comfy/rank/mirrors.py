@@ -82,7 +82,7 @@ class Mirrors:
                 ShardedWeightsPatcher.shard(
                     patcher, recipe, ranks, request.device_bytes, self.progress, on_host=placement == OFFLOADED
                 )
-            formats = tuple(own_formats(patcher.model, self.device))
+            formats = tuple(own_formats(patcher.model, self.device, request.formats))
             # Weights missing from the file are not initialised, and differ from process to process.
             samples = sample_weights(network_of(patcher.model), without=missing)
             nbytes = sum(part.nbytes for weight in patcher.model.parameters() for part in stored(weight))

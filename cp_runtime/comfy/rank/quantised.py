@@ -8,35 +8,37 @@ that in every layer, so all of them must run it: `ui.obstacles` refuses experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import comfy.model_management
 import comfy.quant_ops
 import torch
 from comfy.cli_args import PerformanceFeature, args
 from torch import Tensor
 
 from ...engine.ranks.collectives import RankGroup
+from ..shared.formats import cast_others, formats_of
 
 LARGEST = 448.0 * 6.0  # largest block scale (float8_e4m3) times largest value (float4_e2m1)
 
 
-def own_formats(model: Any, device: torch.device) -> list[str]:
-    """Return the quantised formats of a `BaseModel` or VAE that this device multiplies natively; for others ComfyUI casts."""
+def own_formats(model: Any, device: torch.device, kinds: Collection[str] | None) -> list[str]:
+    """Return the quantised formats of a `BaseModel` or VAE that this device multiplies natively; for others ComfyUI casts.
+
+    Args:
+        kinds: those that the devices of all ranks multiply in: layers in others are cast here too. None = unknown.
+    """
     quantised = any(isinstance(weight, comfy.quant_ops.QuantizedTensor) for weight in model.parameters())
     optimizations = model.model_config.optimizations if hasattr(model, "model_config") else {}
     fast = optimizations.get("fp8", False) or PerformanceFeature.Fp8MatrixMultiplication in args.fast
     if not (quantised or fast):
         return []
-    management = comfy.model_management
-    able = {
-        "fp8": management.supports_fp8_compute(device),
-        "mxfp8": management.supports_mxfp8_compute(device),
-        "nvfp4": management.supports_nvfp4_compute(device),
-    }
-    return [name for name, supported in able.items() if supported]
+    able = formats_of(device)
+    if fast or kinds is None:  # --fast is a property of the layers' class
+        return able
+    cast_others(model, kinds)
+    return [kind for kind in able if kind in kinds]
 
 
 @contextmanager

@@ -10,9 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import comfy.controlnet
-import comfy.model_management
 import comfy.quant_ops
-import torch
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 from comfy_api.torch_helpers.torch_compile import COMPILE_KEY, TORCH_COMPILE_KWARGS
 from torch import Tensor, nn
@@ -23,6 +21,7 @@ from ...errors import MirrorError, PlanError, UnsupportedError
 from ...families import PLANS, UNSTAGED, class_name, most_stages, plan_for
 from ...pool.config import RuntimeConfig
 from ...pool.settings import STAGED
+from ..shared.formats import common_formats
 from ..shared.patches import applied_patches, encode_weight_patches
 from ..shared.weights import PREFIX
 from .attention import ChosenAttention, attention_of
@@ -53,13 +52,14 @@ def check_model(patcher: Any, config: RuntimeConfig) -> None:
     options_for_ranks(patcher.model_options.get("transformer_options", {}), patcher, config, again=True)
     _check_attached(patcher)
     compile_of(patcher)
-    check_experts(model, patcher.load_device)
+    check_experts(model, config.devices)
     check_code(model, patcher.object_patches_backup, made_by_pack=recipe.factory is not None)
 
 
-def check_experts(model: nn.Module, device: torch.device) -> None:
-    """Refuse experts in NVFP4, where a device multiplies it: all ranks would have to run all of them, see `rank.quantised`."""
-    if not comfy.model_management.supports_nvfp4_compute(device):
+def check_experts(model: nn.Module, devices: Iterable[str]) -> None:
+    """Refuse experts in NVFP4, where devices multiply it: all ranks would have to run all of them, see `rank.quantised`."""
+    common = common_formats(devices)
+    if common is not None and "nvfp4" not in common:
         return
     nvfp4 = comfy.quant_ops.TensorCoreNVFP4Layout
     for name, module in model.named_modules():

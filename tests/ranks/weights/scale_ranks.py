@@ -1,15 +1,18 @@
 """Rank script: tokens of one input, quantised on several ranks, against the same rows of the whole input quantised at once."""
 
+import json
 from unittest.mock import patch
 
 import comfy.model_management
+import comfy.ops
 import torch
 import torch.distributed as dist
 from comfy.quant_ops import QuantizedTensor
 from support.ranks import finish, report, start, worst
 from torch import nn
 
-from cp_runtime.comfy.rank.quantised import shared_scales
+from cp_runtime.comfy.rank.quantised import own_formats, shared_scales
+from cp_runtime.comfy.shared.formats import KINDS
 from cp_runtime.comfy.ui.obstacles import check_experts
 from cp_runtime.engine.compiled import CompiledBlocks, CompileSettings
 from cp_runtime.engine.plan import ShardingPlan
@@ -66,14 +69,37 @@ def refused(layout, able):
     block["experts"][0].weight = nn.Parameter(weight, requires_grad=False)
     with patch.object(comfy.model_management, "supports_nvfp4_compute", lambda device: able):
         try:
-            check_experts(nn.ModuleDict({"block": block}), torch.device("cpu"))
+            check_experts(nn.ModuleDict({"block": block}), ["cpu", "cpu"])
         except UnsupportedError as error:
             return str(error)
     return ""
 
 
+def linear(kind, layout, kinds):
+    """The result of a quantised layer on a device that multiplies in every format, among devices that have `kinds` in common."""
+    state = QuantizedTensor.from_float(torch.linspace(-1, 1, 64 * 64).view(64, 64), layout).state_dict("weight")
+    state["comfy_quant"] = torch.tensor(list(json.dumps({"format": kind}).encode()), dtype=torch.uint8)
+    layer = comfy.ops.mixed_precision_ops(compute_dtype=torch.float32).Linear(64, 64, bias=False, dtype=torch.float32)
+    layer.load_state_dict(state, strict=False)
+    with patch.multiple(comfy.model_management, **dict.fromkeys(SUPPORTS, lambda device: True)), torch.no_grad():
+        own = own_formats(nn.ModuleList([layer]), torch.device("cpu"), kinds)
+        return own, layer(tokens)
+
+
+SUPPORTS = ("supports_fp8_compute", "supports_mxfp8_compute", "supports_nvfp4_compute")
+mixed = {}
+for kind, layout in (("nvfp4", "TensorCoreNVFP4Layout"), ("float8_e4m3fn", "TensorCoreFP8E4M3Layout")):
+    native, cast, other = (linear(kind, layout, kinds) for kinds in (None, (), (KINDS[kind],)))
+    exact = tokens @ QuantizedTensor.from_float(torch.linspace(-1, 1, 64 * 64).view(64, 64), layout).dequantize().T
+    mixed[kind] = {
+        "formats": [native[0], cast[0], other[0]],
+        "native": difference(native[1], exact),
+        "cast": difference(cast[1], exact),
+        "common": difference(other[1], native[1]),
+    }
 nvfp4, fp8 = "TensorCoreNVFP4Layout", "TensorCoreFP8E4M3Layout"
 experts = [refused(*case) for case in ((nvfp4, True), (nvfp4, False), (fp8, True), ("", True))]
 report(experts=experts, alone=alone, together=together, from_file=from_file, after=after, counts=counts)
+report(mixed=mixed)
 report(compiled=max(compiled), left=list(blocks.left))
 finish()

@@ -1,0 +1,40 @@
+"""Quantised formats that devices multiply in. For a device that cannot, ComfyUI casts the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+import comfy.model_management
+import torch
+from torch import nn
+
+KINDS = {"float8_e4m3fn": "fp8", "float8_e5m2": "fp8", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}
+"""What a device must be able to, by a layer's format."""
+
+
+def formats_of(device: torch.device) -> list[str]:
+    """Return the kinds of formats that a device multiplies in."""
+    management = comfy.model_management
+    able = {
+        "fp8": management.supports_fp8_compute(device),
+        "mxfp8": management.supports_mxfp8_compute(device),
+        "nvfp4": management.supports_nvfp4_compute(device),
+    }
+    return [kind for kind, supported in able.items() if supported]
+
+
+def common_formats(devices: Iterable[str]) -> tuple[str, ...] | None:
+    """Return the kinds that all devices multiply in; None where one of them is another computer's, which ComfyUI cannot ask."""
+    names = list(devices)
+    if any("/" in name for name in names):
+        return None
+    each = [formats_of(torch.device(name)) for name in names]
+    return tuple(kind for kind in each[0] if all(kind in able for able in each))
+
+
+def cast_others(model: nn.Module, kinds: Collection[str]) -> None:
+    """Have ComfyUI cast the weights of layers in other kinds of formats, as it does for a device that cannot multiply in them."""
+    for module in model.modules():
+        kind = KINDS.get(getattr(module, "quant_format", None) or "")
+        if kind is not None and kind not in kinds:
+            module.__dict__["_full_precision_mm"] = True
