@@ -156,6 +156,8 @@ class Journal:
             calls=run.done,
             limit=run.limit,
             patched=run.patched,
+            # A device that ran by itself, without ranks, fetched nothing.
+            fetched=last is not None and last.fetched and not (run.kind and self._times.of(run.kind, run.machine)),
             estimate=None if last is None else last.estimate,
         )
 

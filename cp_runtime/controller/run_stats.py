@@ -44,6 +44,7 @@ class CallRecord:
     reports: list[CallReport]
     pids: list[int]
     node: Node | None = None  # that it ran for
+    fetched: bool = False  # the ranks send each other their weights, also for a call that one of them computes
     # Of the ranks that took part, from `Chooser.described`; None where there was none
     choice: dict[str, Any] | None = None
 
@@ -207,6 +208,7 @@ class Speed:
     limit: float = 0.0  # largest speed-up that there can be; 0 = `ranks`
     estimate: float | None = None  # speed-up, predicted
     patched: int = 0  # calls in patches, which are approximate
+    fetched: bool = False  # see `CallRecord.fetched`
 
     @property
     def possible(self) -> Sequence[float]:
@@ -254,6 +256,8 @@ class Speed:
             parts |= {"times": f"{times:.1f}", "low": low, "high": high, "count": len(self.possible)}
             if low != high:
                 cases.append("spread")
+            if self.fetched:
+                cases.append("fetched")
         if self.steps and self.per_call:
             seconds = self.per_call * self.calls
             parts |= {"steps": self.steps, "seconds": f"{seconds:.0f}" if seconds >= 10 else f"{seconds:.2g}"}

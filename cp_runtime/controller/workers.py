@@ -251,7 +251,8 @@ class Workers:
         seconds = time.monotonic() - began
         self.pace.note(kind, ranks, seconds, replies[0].modules)
         reports = [replace(reply, value=None) for reply in replies]
-        return out, CallRecord(seconds=seconds, reports=reports, pids=self.pool.pids)
+        fetched = self.models.resident[key].choice.placement in (SHARDED, OFFLOADED)
+        return out, CallRecord(seconds=seconds, reports=reports, pids=self.pool.pids, fetched=fetched)
 
     def _warn_of_left(self, reports: Sequence[CallReport]) -> None:
         """Log once which blocks run uncompiled although the graph asks for compiled ones."""

@@ -174,6 +174,10 @@ def test_what_cannot_be_measured_says_why_until_another_kind_runs(journal):
             Speed(ranks=2, per_call=0.4, alone=[3.0], steps=8, calls=8),
             "8 steps in 3.2 s: not compared with one device: the comparison was disturbed, measure again",
         ),
+        (
+            Speed(ranks=2, per_call=0.5, alone=[0.7], fetched=True),
+            "1.4 × as fast as one device, which gets its weights from the others, too",
+        ),
         (Speed(ranks=2, per_call=0.45, steps=20, calls=20), "20 steps in 9 s: not compared with one device yet"),
         (Speed(ranks=1, per_call=0.45, unit="gpu", steps=20, calls=20), "20 steps in 9 s: on one GPU"),
     ],
