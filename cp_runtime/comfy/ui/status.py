@@ -47,7 +47,7 @@ def status(server: Any) -> dict[str, Any]:
     if workers is None:
         return found
     pool, last = workers.pool, journal.run.last
-    loading, waiting = workers.loading, pool.waiting_for  # read once, so that all ranks agree
+    loading, waiting = workers.loading, pool.waiting_for  # read once, so that state and words agree
     # Of the last sampling run, if these ranks computed it.
     record = last if last is not None and last.pids == pool.pids else None
     vae = workers.last_vae_call
@@ -58,7 +58,7 @@ def status(server: Any) -> dict[str, Any]:
     sampling = work == "computing" and workers.sampling
     return found | {
         "state": _state(pool, ranks, work),
-        "activity": activity(words_in(ENGLISH)),
+        "activity": _activity(words_in(ENGLISH), workers, loading),
         "starting": None
         if pool.command != "start"
         else {"since": pool.since, "stage": pool.stage, "last_took": workers.last_start},
@@ -84,7 +84,11 @@ def activity(words: Words) -> str:
     if (workers := CONTROLLER.workers) is None:
         alone = nothing_to_share()
         return "" if alone is None else alone.said(words)
-    pool, loading = workers.pool, workers.loading
+    return _activity(words, workers, workers.loading)
+
+
+def _activity(words: Words, workers: Workers, loading: tuple[str, float | None] | None) -> str:
+    pool = workers.pool
     waiting = pool.waiting_for
     if pool.command == "start":
         again = "starting" if workers.last_start is None else "starting_again"
