@@ -31,6 +31,7 @@ class Model:
         parameters: of the blocks.
         layers, heads, head_dim: of attention over all tokens.
         tokens: of the usual picture or video.
+        single: of the layers, those of one stream: they launch half of the operations of one with two.
         items: of a batch in one step: 2 with CFG.
     """
 
@@ -41,6 +42,7 @@ class Model:
     head_dim: int
     tokens: int
     items: int = 1
+    single: int = 0
 
 
 @dataclass(frozen=True)
@@ -55,14 +57,22 @@ class Link:
             devices; None = one machine, however many devices.
         flops: operations per second that a model gets out of a device that is often found on it, in half precision, attention and
             all.
+        memory: bytes per second that this device's memory reads and writes, by its data sheet.
+        alone: devices that do not share their way, through the host's root and memory; None = none does.
     """
 
     name: str
     bandwidth: float
     latency: float
     flops: float
+    memory: float
     between: float | None = None
     source: str = ""
+    alone: int | None = None
+
+    def sent(self, devices: int) -> float:
+        """Bytes per second that one of so many devices of a machine sends while all do."""
+        return self.bandwidth if self.alone is None else self.bandwidth * min(1.0, self.alone / devices)
 
 
 @dataclass(frozen=True)
@@ -72,36 +82,41 @@ class Host:
     Args:
         layer: seconds.
         ring: more of them in a ring, whose parts are merged.
+        single: of a layer of one stream; None = as of any other.
     """
 
     layer: float
     ring: float
+    single: float | None = None
 
-    def step(self, layers: int, ring: int) -> float:
+    def step(self, model: Model, ring: int) -> float:
         """Seconds of a step at least. `ring`: its degree."""
-        return layers * (self.layer + (self.ring if ring > 1 else 0.0))
+        own = self.layer if self.single is None else self.single
+        return (model.layers - model.single) * self.layer + model.single * own + (model.layers * self.ring if ring > 1 else 0.0)
 
 
-HOSTS = {"ComfyUI": Host(1.5e-3, 1e-4), "eager": Host(2.7e-3, 6e-4), "compiled": Host(1e-3, 1.5e-4)}
-"""The first: a double block of Flux with hooks and exchanges, beside an H200 (docs/gpu.md). The others are fitted to published runs
-of Flux on H100, by diffusers, whose other times they explain."""
+HOSTS = {"ComfyUI": Host(1.5e-3, 1e-4, 7e-4), "eager": Host(2.7e-3, 6e-4), "compiled": Host(1e-3, 1.5e-4)}
+"""The first: a double block of Flux with hooks and exchanges, beside an H200 (docs/gpu.md), and a single one by its operations, 26
+of 55. The others are fitted to published runs of Flux on H100, by diffusers, as a mean of both, and explain its other times."""
 
 MODELS = {
-    "flux": Model("Flux 1, 1024 x 1024", 12e9, 57, 24, 128, 4096 + 512),
+    "flux": Model("Flux 1, 1024 x 1024", 12e9, 57, 24, 128, 4096 + 512, single=38),
     "qwen": Model("Qwen-Image, 1328 x 1328, CFG", 20e9, 60, 24, 128, 6889 + 128, 2),
     "wan14b": Model("Wan 14B, 720p, 81 frames, CFG", 14e9, 40, 40, 128, 75600, 2),
-    "hunyuan": Model("HunyuanVideo, 720p, 129 frames", 13e9, 60, 24, 128, 118800 + 256),
+    "hunyuan": Model("HunyuanVideo, 720p, 129 frames", 13e9, 60, 24, 128, 118800 + 256, single=40),
     # 1344 x 768; video, sound and text. What modulates by the timestep is not counted: it is computed once for all tokens.
     "minimax": Model("MiniMax-H3, 768p, 124 frames", 19.3e9, 50, 56, 128, 37296 + 414 + 512),
 }
 LINKS = {
-    "nvlink": Link("NVLink 4 (H100, H200)", 300e9, 2e-5, 6.7e14),
-    "nvlink5": Link("NVLink 5 (GB200)", 600e9, 2e-5, 1e15),
+    "nvlink": Link("NVLink 4 (H100, H200)", 300e9, 2e-5, 6.7e14, 3.35e12),
+    "nvlink5": Link("NVLink 5 (GB200)", 600e9, 2e-5, 1e15, 8e12),
     "pcie5": Link(
         "PCIe 5 x16 (5090)",
         40e9,
         2e-5,
         1.5e14,
+        1.8e12,
+        alone=3,
         source="54 between two behind a switch (voipmonitor/rtx6kpro), 35 with four and 28 with eight under "
         "two CPUs (NVIDIA/nccl#1639)",
     ),
@@ -110,12 +125,14 @@ LINKS = {
         18e9,
         3e-5,
         1.2e14,
+        1e12,
+        alone=3,
         source="21 with peer access, 13 without (tinygrad/open-gpu-kernel-modules#6: both directions at once, 41 and 26)",
     ),
-    "pcie4x8": Link("PCIe 4 x8", 9e9, 3e-5, 6e13),
-    "pcie3x8": Link("PCIe 3 x8 (3090)", 4.5e9, 4e-5, 5e13),
-    "100gbit": Link("100 Gbit/s (machines of 8 H100)", 300e9, 6e-5, 6.7e14, 10e9 / PER_MACHINE),
-    "25gbit": Link("25 Gbit/s (machines of 8 H100)", 300e9, 6e-5, 6.7e14, 2.5e9 / PER_MACHINE),
+    "pcie4x8": Link("PCIe 4 x8", 9e9, 3e-5, 6e13, 2.2e11, alone=3),
+    "pcie3x8": Link("PCIe 3 x8 (3090)", 4.5e9, 4e-5, 5e13, 9.4e11, alone=3),
+    "100gbit": Link("100 Gbit/s (machines of 8 H100)", 300e9, 6e-5, 6.7e14, 3.35e12, 10e9 / PER_MACHINE),
+    "25gbit": Link("25 Gbit/s (machines of 8 H100)", 300e9, 6e-5, 6.7e14, 3.35e12, 2.5e9 / PER_MACHINE),
 }
 
 
@@ -153,9 +170,9 @@ def ranks_on(devices: int, link: Link, flops: float, **settings: object) -> Rank
     several = link.between is not None and devices > PER_MACHINE
     rates = Rates(
         latency=link.latency,
-        bandwidth=link.between if several and link.between is not None else link.bandwidth,
+        bandwidth=link.between if several and link.between is not None else link.sent(min(devices, PER_MACHINE)),
         flops=flops,
-        memory=flops / 100,
+        memory=link.memory,
         overlap=1.0,
         linear=flops,
         units=UNITS,
@@ -172,7 +189,9 @@ def operations(work: CallWork) -> float:
     return work.items * (work.operations + attention)
 
 
-def forecast(work: CallWork, devices: int, link: Link, alone: float, host: Host = HOSTS["ComfyUI"]) -> Iterator[Forecast]:
+def forecast(
+    model: Model, work: CallWork, devices: int, link: Link, alone: float, host: Host = HOSTS["ComfyUI"]
+) -> Iterator[Forecast]:
     """What CP Config chooses from: one device, those of one machine, and all of them.
 
     Args:
@@ -184,13 +203,13 @@ def forecast(work: CallWork, devices: int, link: Link, alone: float, host: Host 
         rates = ranks.measured.of(*ranks.groups(way))
         ring, ulysses = choose(work.attentions[0][0], count // way.groups, ranks.settings, rates)
         seconds = predict(work, ranks, way, Way(1), Run(alone, alone, 0.0))
-        least = min(alone, host.step(sum(count for _, count in work.attentions), ring))
+        least = min(alone, host.step(model, ring))
         yield Forecast(max(seconds, least), alone, way, ring, ulysses)
 
 
-def best(work: CallWork, devices: int, link: Link, alone: float) -> Forecast:
+def best(model: Model, devices: int, link: Link, alone: float) -> Forecast:
     """The fastest of them."""
-    return min(forecast(work, devices, link, alone), key=lambda each: each.seconds)
+    return min(forecast(model, work_of(model), devices, link, alone), key=lambda each: each.seconds)
 
 
 def main() -> None:
@@ -209,7 +228,7 @@ def main() -> None:
     model = replace(model, items=1) if options.no_cfg else model
     work = work_of(model, options.tokens)
     alone, tokens = options.seconds or operations(work) / link.flops, options.tokens or model.tokens
-    found = list(forecast(work, options.devices, link, alone, HOSTS["compiled" if options.compiled else "ComfyUI"]))
+    found = list(forecast(model, work, options.devices, link, alone, HOSTS["compiled" if options.compiled else "ComfyUI"]))
     chosen = min(found, key=lambda each: each.seconds)
     lines = [
         f"{model.name}: {tokens} tokens, {options.devices} devices, {link.name}. Predicted, not measured.",

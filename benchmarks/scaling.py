@@ -137,7 +137,7 @@ class Published:
         alone = operations(work) / flops
         seconds = predict(work, ranks, Way(count, split.batch), Way(1), Run(alone, alone, 0.0))
         if self.host:
-            seconds = max(seconds, HOSTS[self.host].step(MODELS[self.model].layers, split.ring))
+            seconds = max(seconds, HOSTS[self.host].step(MODELS[self.model], split.ring))
         return seconds * self.calls * (1e3 if self.milliseconds else 1)
 
     @cached_property
@@ -189,7 +189,7 @@ def table() -> str:
         for name in SHOWN:
             link = LINKS[name]
             alone = operations(work) / link.flops
-            fastest = [best(work, devices, link, alone) for devices in DEVICES]
+            fastest = [best(model, devices, link, alone) for devices in DEVICES]
             cells = [f"{found.speedup:.2f} {short(split_of(found))}".rstrip() for found in fastest]
             rows.setdefault(f"{alone:.3g} | {' | '.join(cells)}", []).append(link.name.partition(" (")[0])
         lines += [f"| {' or '.join(names)}, {cells} |" for cells, names in rows.items()] + [""]
@@ -227,7 +227,7 @@ def plot() -> str:
         work = work_of(model)
         for name, colour in SHOWN.items():
             alone = operations(work) / LINKS[name].flops
-            points = " ".join("{:.1f},{:.1f}".format(*at(n, best(work, n, LINKS[name], alone).speedup)) for n in DEVICES)
+            points = " ".join("{:.1f},{:.1f}".format(*at(n, best(model, n, LINKS[name], alone).speedup)) for n in DEVICES)
             parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
         parts.append("</g>")
     bottom = -(-len(MODELS) // 2) * HEIGHT
