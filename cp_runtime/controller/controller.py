@@ -254,7 +254,7 @@ class Controller:
         workers.models.drop(unused & workers.models.held.keys(), cancelled)
         if not workers.models.has(config, target):
             choice = workers.models.choose_placement(config, target, cancelled)
-            if choice.placement != WHOLE:  # idle models of this process may be in the way
+            if choice.placement != WHOLE or choice.most:  # idle models of this process may be in the way
                 self._free_for_ranks(config.local)
                 choice = workers.models.choose_placement(config, target, cancelled)
             workers.models.load(config, target, choice, cancelled)

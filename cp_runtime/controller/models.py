@@ -95,16 +95,18 @@ class Models:
         """Choose a model's placement. Models already on the ranks can make way, and count as free memory."""
         if config.weights != "auto" or config.pipeline is not None:
             return choose(config, target.demand, None)
-        room = config.memory_per_rank * GB or self.for_every_rank(
-            [reply.available for reply in self._pool.request(Available(), cancelled=cancelled)]
-        )
+        free = [reply.available for reply in self._pool.request(Available(), cancelled=cancelled)]
+        room = config.memory_per_rank * GB or self.for_every_rank(free)
+        # Ranks that share a device are for tests; stages, of a transformer: a VAE's rows are of all ranks.
+        apart = config.chooses_ranks and target.demand.stages and not config.memory_per_rank and room is not None
+        by_rank = [each for each in free if each is not None] if apart and len(set(config.devices)) == len(free) else ()
         resident = self.held.get(target.key)
         tried = self._shortages.of(config.devices, target.key)
         known = [next_smaller(target.demand, each, config.world_size) or each for each in tried if each != STAGED]
         if resident is not None and resident.asked == asked_of(config) and resident.choice.placement != STAGED:
             known.append(resident.choice.placement)  # for a larger call
         slow = self._wants_stages(target) and STAGED not in tried
-        return choose(config, target.demand, room, max(known, key=PLACEMENTS.index, default=WHOLE), slow)
+        return choose(config, target.demand, room, max(known, key=PLACEMENTS.index, default=WHOLE), slow, by_rank)
 
     def _wants_stages(self, target: ModelState) -> bool:
         """Return whether a link was too slow for a model's weights, and there are blocks for a stage per rank."""
@@ -161,7 +163,7 @@ class Models:
                 self._shortages.note(self._pool.config.devices, target.key, choice.placement)
             self._forget(target.key)
             raise
-        parts = held_parts(choice.placement, held, target.demand.weights, unit_of(config.device_type))
+        parts = held_parts(choice, held, target.demand.weights, unit_of(config.device_type), self._pool.world_size)
         asked, expected = asked_of(config), target.demand.call
         self.resident[target.key] = Resident(name, target.patches_uuid, choice, asked, expected, held, stages, parts)
         log.info(

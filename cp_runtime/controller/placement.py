@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..engine.weights.blocks import Sizes
 from ..errors import UnsupportedError
 from ..pool.config import RuntimeConfig
-from ..pool.settings import OFFLOADED, PLACEMENTS, STAGED, WHOLE, with_labels
+from ..pool.settings import OFFLOADED, PLACEMENTS, SHARDED, STAGED, WHOLE, with_labels
 from ..timing.times import remember
 
 GB = 1e9
@@ -38,12 +39,12 @@ class Demand(NamedTuple):
         return self.on_device(placement, ranks) + self.call / (1 if placement == STAGED else ranks)
 
 
-def held_parts(placement: str, held: int, whole: int, unit: str) -> dict[str, str]:
+def held_parts(choice: Choice, held: int, whole: int, unit: str, ranks: int) -> dict[str, str]:
     """Return the parts of the words about a model's weights: `case`, the key of its text, of "held", and the numbers as
     text. `held`: bytes on the device of one rank; `whole`: of all weights; `unit`: of `run_stats.UNITS`."""
-    case = "shared" if unit == "process" and placement == WHOLE else placement
+    case = "shared" if unit == "process" and choice.placement == WHOLE else "some" if choice.most else choice.placement
     held_gb, whole_gb = (f"{each / GB:.0f}" if each >= 10 * GB else f"{each / GB:.2g}" for each in (held, whole))
-    return {"case": case, "held": held_gb, "whole": whole_gb, "unit": unit}
+    return {"case": case, "held": held_gb, "whole": whole_gb, "unit": unit, "count": str(choice.most), "all": str(ranks)}
 
 
 class Choice(NamedTuple):
@@ -51,6 +52,7 @@ class Choice(NamedTuple):
 
     placement: str
     reason: str
+    most: int = 0  # ranks that a call can use, the first ones: the others have too little memory; 0 = all
 
 
 @dataclass
@@ -68,7 +70,14 @@ class Resident:
     aside: bool = False  # moved off this process's device until its next call
 
 
-def choose(config: RuntimeConfig, demand: Demand, room: float | None, at_least: str = WHOLE, slow_link: bool = False) -> Choice:
+def choose(
+    config: RuntimeConfig,
+    demand: Demand,
+    room: float | None,
+    at_least: str = WHOLE,
+    slow_link: bool = False,
+    free: Sequence[int] = (),
+) -> Choice:
     """Choose the placement of a model before its load.
 
     Args:
@@ -76,6 +85,7 @@ def choose(config: RuntimeConfig, demand: Demand, room: float | None, at_least: 
             file, so that all of them together hold the model once.
         at_least: a placement to start from, because a rank ran out of memory with the previous one.
         slow_link: a call waited longer for sharded weights than a whole call on one device would take.
+        free: device bytes available to each rank, where calls may leave ranks out.
 
     Raises:
         UnsupportedError: the user's placement does not fit into the memory that the user has set.
@@ -103,6 +113,11 @@ def choose(config: RuntimeConfig, demand: Demand, room: float | None, at_least: 
         return Choice(WHOLE, f"whole: {demand.weights / GB:.3g} GB of weights, which CPU ranks share through the file")
     if slow_link and demand.on_device(WHOLE, ranks) > room >= demand.per_rank(STAGED, ranks):
         return Choice(STAGED, f"staged: {_on_each(demand, STAGED, ranks)}, as the link is too slow to share them out")
+    most = leading(demand, free) if at_least == WHOLE and demand.per_rank(SHARDED, ranks) > room else 0
+    if most:  # weights from the host's memory, in every block, cost more than a small device adds
+        small = ", ".join(f"{each / GB:.3g} GB" for each in free[most:])
+        first = f"{demand.weights / GB:.3g} GB of weights on the first {most} of {ranks} devices"
+        return Choice(WHOLE, f"whole: {first}; the others have {small} free", most)
     for placement in PLACEMENTS[PLACEMENTS.index(at_least) :]:
         if demand.per_rank(placement, ranks) <= room:
             return Choice(placement, f"{placement}: {_on_each(demand, placement, ranks)} of {room / GB:.3g} GB")
@@ -112,6 +127,11 @@ def choose(config: RuntimeConfig, demand: Demand, room: float | None, at_least: 
     least = min(PLACEMENTS, key=lambda placement: demand.on_device(placement, ranks))
     limit = f"{room / GB:.3g} GB that {'memory_per_rank allows' if config.memory_per_rank else 'are free'}"
     return Choice(least, f"{least}: {_on_each(demand, least, ranks)}, more than the {limit}")
+
+
+def leading(demand: Demand, free: Sequence[int]) -> int:
+    """Return the largest number of first ranks, less than all, whose devices have room for the whole model. `free`: bytes."""
+    return next((count for count in range(len(free) - 1, 0, -1) if min(free[:count]) >= demand.per_rank(WHOLE, count)), 0)
 
 
 def next_smaller(demand: Demand, placement: str, ranks: int) -> str | None:

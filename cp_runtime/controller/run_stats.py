@@ -44,6 +44,7 @@ class CallRecord:
     reports: list[CallReport]
     pids: list[int]
     node: Node | None = None  # that it ran for
+    most: int = 0  # ranks with the memory for the model, see `placement.Choice`
     fetched: bool = False  # the ranks send each other their weights, also for a call that one of them computes
     # Of the ranks that took part, from `Chooser.described`; None where there was none
     choice: dict[str, Any] | None = None

@@ -108,7 +108,8 @@ class Workers:
     def room(self) -> int | None:
         """Bytes that a call can take on the device of every rank, after the last call; None before it and where ranks are CPUs."""
         last = self.last_call
-        return None if last is None else self.models.for_every_rank([report.outcome.room for report in last.reports])
+        reports = [] if last is None else last.reports[: last.most or None]
+        return self.models.for_every_rank([report.outcome.room for report in reports]) if reports else None
 
     def serves(self, config: RuntimeConfig) -> bool:
         return self.pool.alive and self._pool_key(self.pool.config) == self._pool_key(config)
@@ -144,7 +145,7 @@ class Workers:
         """Run a call on the number of ranks chosen as fastest, and record its times."""
         ranks, kind, chooser = self._ranks(config, target.key), run.now or call.kind(target.key), self._chooser
         failed, expected = self._shortages.of(config.devices, kind), target.demand.call
-        guess, count, choice = None, ranks.size, None
+        guess, count, choice = None, ranks.most or ranks.size, None
         with _harmless():
             guess = call.guess(target.demand)
             if config.chooses_ranks:
@@ -172,7 +173,8 @@ class Workers:
     def _ranks(self, config: RuntimeConfig, key: str) -> Ranks:
         if self.pool.measured is None:
             raise RuntimeError("the ranks are not ready")
-        return Ranks(self.pool.measured, self.pool.shares, config.sequence, config.batch_degree, self.models.sharded(key))
+        most = self.models.resident[key].choice.most
+        return Ranks(self.pool.measured, self.pool.shares, config.sequence, config.batch_degree, self.models.sharded(key), most)
 
     def _add(self, kind: str, who: str, record: CallRecord, run: RunStats) -> None:
         """Add a call's time to the table, with the sampler's time between two calls. The first call of a run may include warm-up:
@@ -251,8 +253,9 @@ class Workers:
         seconds = time.monotonic() - began
         self.pace.note(kind, ranks, seconds, replies[0].modules)
         reports = [replace(reply, value=None) for reply in replies]
-        fetched = self.models.resident[key].choice.placement in (SHARDED, OFFLOADED)
-        return out, CallRecord(seconds=seconds, reports=reports, pids=self.pool.pids, fetched=fetched)
+        chosen = self.models.resident[key].choice
+        fetched, most = chosen.placement in (SHARDED, OFFLOADED), chosen.most
+        return out, CallRecord(seconds=seconds, reports=reports, pids=self.pool.pids, fetched=fetched, most=most)
 
     def _warn_of_left(self, reports: Sequence[CallReport]) -> None:
         """Log once which blocks run uncompiled although the graph asks for compiled ones."""

@@ -60,17 +60,19 @@ class Chooser:
 
     def candidates(self, ranks: Ranks) -> list[int]:
         """Return the numbers of ranks to choose from. With sharded weights all take part, if only to compute the same."""
-        return sorted({1, ranks.size} if ranks.sharded else {1, self._own, ranks.size})
+        most = ranks.most or ranks.size
+        return sorted({1, most} if ranks.sharded else {1, min(self._own, most), most})
 
     def choose(self, kind: str, ranks: Ranks, can: Can, guess: CallWork | None) -> int:
         """Return the number of ranks for the next call. `guess`: its estimated work, before the first one."""
-        able = [count for count in self.candidates(ranks) if count == ranks.size or can(count)]
+        most = ranks.most or ranks.size
+        able = [count for count in self.candidates(ranks) if count == most or can(count)]
         seen, measured = self.seen(kind, ranks), self._measured(kind, ranks, able)
         if not measured:
             predicted = self._by_guess(ranks, able, guess) if guess is not None else {}
             shortest = min(predicted.values(), default=0.0)
             # All ranks tell most: a run on one device does not show the communication between ranks.
-            return next((n for n in sorted(predicted, reverse=True) if predicted[n] < NEARLY * shortest), ranks.size)
+            return next((n for n in sorted(predicted, reverse=True) if predicted[n] < NEARLY * shortest), most)
         best = min(measured, key=lambda count: measured[count][0])
         shortest, samples = measured[best]
         warm = shortest if samples > 1 or seen is None else min(shortest, seen.runs[best].seconds)

@@ -72,6 +72,7 @@ class Ranks:
     settings: SequenceSettings
     batch_degree: int = 0  # groups set by the user; 0 = chosen
     sharded: bool = False  # every rank keeps a shard of the weights
+    most: int = 0  # ranks with the memory for the model, the first ones; 0 = all
     # Measured over predicted time of communication, from other calls; for calls without such a figure
     link: float = 1.0
 

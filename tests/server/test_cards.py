@@ -3,6 +3,8 @@
 float32 throughout, so that the latents are those of the stock graph on one card.
 """
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -219,6 +221,39 @@ def test_an_idle_model_of_comfyui_goes_from_a_card_only_where_the_model_needs_it
         placements.append(card_server.status()["weights"]["flux.safetensors"].partition(":")[0])
         assert (held(cards)[1] >= gigabytes * 1e9) == (gigabytes == 2.0), held(cards)
     assert placements == ["whole", "whole"]
+
+
+OTHER_PROGRAM = """
+import sys, time
+sys.path[:0] = {path}
+from support.stand_in import Cards
+from support.stand_in.memory import CONTEXT, Ledger
+from pathlib import Path
+ledger = Ledger(Cards(count=2, gigabytes=8, ledger=Path({file!r})))
+ledger.map(1, ledger.free(1) - CONTEXT - {left})
+print("taken", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_card_without_memory_does_not_keep_the_model_off_the_other(card_server, cards):
+    """Another program has the second card. The model is whole on the first one, and the sampler gets what one card computes."""
+    card_server.free_workers()
+    expected = latent(card_server, flux_prompt(ckpt="flux_deep", seed=6))
+    latent(card_server, flux_prompt(seed=6, cp={}))
+    program = OTHER_PROGRAM.format(path=sys.path, file=str(cards.ledger), left=4 << 20)
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as other:
+        try:
+            assert other.stdout.readline() == "taken\n"
+            result = card_server.run(flux_prompt(ckpt="flux_deep", seed=6, cp={"ranks_per_call": "auto"}, node="CPSampler")).check()
+            status = card_server.status()
+        finally:
+            other.kill()
+    assert_close(card_server.latent(result).float(), expected, BOUND)
+    assert status["weights"]["flux_deep.safetensors"].startswith("whole: 0.0")
+    assert " on the first 1 of 2 devices; the others have 0 GB free" in status["weights"]["flux_deep.safetensors"]
+    assert status["memory"]["flux_deep.safetensors"]["case"] == "some"
+    assert [rank["idle"] for rank in status["ranks"]] == [False, True]
 
 
 def loads(server):

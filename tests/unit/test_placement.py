@@ -32,7 +32,24 @@ def config(weights="auto", ranks=2, memory_per_rank=0.0, pipeline=None):
     ],
 )
 def test_auto_takes_the_first_that_fits(ranks, room, placement, reason):
-    assert choose(config(ranks=ranks), DEMAND, room and room * GB) == (placement, reason)
+    assert choose(config(ranks=ranks), DEMAND, room and room * GB) == (placement, reason, 0)
+
+
+@pytest.mark.parametrize(
+    ("free", "at_least", "placement", "most"),
+    [
+        ((96, 24), "whole", "whole", 1),
+        ((96, 80, 80, 15), "whole", "whole", 3),
+        ((96, 66, 80, 10), "whole", "whole", 3),
+        ((67, 67, 24), "whole", "whole", 2),  # more of a call for each
+        ((96, 48), "whole", "sharded", 0),
+        ((24, 96), "whole", "offloaded", 0),  # calls take the first ones
+        ((96, 24), "sharded", "offloaded", 0),  # it ran out of memory
+    ],
+)
+def test_a_small_device_does_not_keep_the_model_off_the_others(free, at_least, placement, most):
+    found = choose(config(ranks=len(free)), DEMAND, min(free) * GB, at_least, free=[each * GB for each in free])
+    assert (found.placement, found.most) == (placement, most)
 
 
 @pytest.mark.parametrize(("room", "placement"), [(70, "whole"), (40, "staged"), (24, "offloaded")])
@@ -58,7 +75,7 @@ def test_a_link_is_slow_if_one_device_would_be_faster(seconds, waited, slow):
 
 def test_pipefusion_is_staged():
     reason = choose(config(ranks=4, pipeline=PipelineSettings(stages=2)), DEMAND, None)
-    assert reason == ("staged", "staged, for CP PipeFusion: 64 GB of weights in 2 stages of 34 GB")
+    assert reason == ("staged", "staged, for CP PipeFusion: 64 GB of weights in 2 stages of 34 GB", 0)
 
 
 def test_a_call_needs_room_too():
@@ -96,7 +113,7 @@ def test_a_few_large_blocks_are_better_whole():
     """Two of them are there at a time, beside the part of all."""
     demand = Demand(Sizes(blocks=20 * GB, largest=12 * GB, rest=GB), call=0)
     reason = "whole: 21 GB of weights on each of 2 devices, more than the 16 GB that memory_per_rank allows"
-    assert choose(config(memory_per_rank=16.0), demand, 16 * GB) == ("whole", reason)
+    assert choose(config(memory_per_rank=16.0), demand, 16 * GB) == ("whole", reason, 0)
 
 
 @pytest.mark.parametrize("weights", ["whole", "sharded", "offloaded"])

@@ -56,6 +56,15 @@ def test_a_call_is_noted_and_its_choice_is_told(workers):
     assert workers._times.of(kind, workers._chooser.who(ranks, 4)) == (1.0,)
 
 
+def test_ranks_without_the_memory_for_a_model_are_left_out(workers):
+    """Whatever was measured, and in the first call as well."""
+    workers.models.resident = {"k": SimpleNamespace(choice=Choice("whole", "", 2))}
+    for _ in range(6):
+        called(workers)
+    assert set(workers.counts) <= {1, 2}
+    assert 2 in workers.counts
+
+
 @pytest.mark.parametrize("broken", ["choose", "note", "described", "who"])
 def test_what_cannot_be_timed_ends_no_prompt(broken, workers, monkeypatch, caplog):
     def fail(*_):
