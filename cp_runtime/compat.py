@@ -21,8 +21,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+def hooks_of(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Return a module's own hooks of the forward, before it and after it. They are live: later hooks are in them, too."""
+    return module._forward_pre_hooks, module._forward_hooks
+
+
+def global_hooks() -> tuple[dict[int, Any], dict[int, Any]]:
+    """Return the hooks of the forward of every module."""
+    return nn.modules.module._global_forward_pre_hooks, nn.modules.module._global_forward_hooks
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return a module's children, live."""
+    return module._modules
 
 
 def slots(module: nn.Module) -> tuple[dict[str, nn.Parameter | None], dict[str, Tensor | None], dict[str, nn.Module | None]]:

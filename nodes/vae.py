@@ -61,7 +61,14 @@ def _run(
     """Run ComfyUI's node, `stock` or `tiled`, with the VAE of the ranks. `given`: its input."""
     sizes = tile_size, overlap, temporal_size, temporal_overlap
     return io.NodeOutput(
-        run_vae(vae, cp_config, mode, lambda each: stock(each, given)[0], lambda each: tiled(each, given, *sizes)[0])
+        run_vae(
+            vae,
+            cp_config,
+            mode,
+            lambda each: stock(each, given)[0],
+            lambda each: tiled(each, given, *sizes)[0],
+            stock.__name__ == "decode",
+        )
     )
 
 

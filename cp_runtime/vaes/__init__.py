@@ -13,7 +13,7 @@ ATTENTION = "optimized_attention"
 def draws_noise(model: nn.Module) -> str | None:
     """Return why an LTXV VAE conditioned on a timestep cannot be split: every rank would draw its own noise."""
     if getattr(model, "timestep_conditioning", False) or any(getattr(m, "inject_noise", False) for m in model.modules()):
-        return "this LTXV VAE adds noise while it decodes, which would differ from rank to rank. Set mode to tiles."
+        return "this LTXV VAE draws noise while it decodes, which would differ from rank to rank."
     return None
 
 

@@ -1,7 +1,8 @@
 """Stages of a model on a real server: exact ones give the same latents, patches nearly the same, through whatever happens."""
 
 import pytest
-from support.graphs import flux_prompt, wan_prompt
+from support import families
+from support.graphs import family_prompt, flux_prompt, wan_prompt
 from support.latents import assert_close
 
 CP, MANY = {"world_size": 2}, {"world_size": 8}
@@ -43,6 +44,17 @@ def test_exact_stages_give_the_same_latents(pool_server, prompt):
     assert result.report["weights"]["reason"].startswith("staged, as set")
     assert result.report["degrees"] == {"ulysses": 1, "ring": 1, "batch": 1, "stages": 2, "patches": 1}
     assert result.report["pipeline"]["bubble"] == pytest.approx(1 / 3, abs=1e-4)
+
+
+@pytest.mark.parametrize("served", ["ace_step"])
+@pytest.mark.usefixtures("family_checkpoints")
+@pytest.mark.parametrize("cfg", [1.0, 4.0])
+def test_stages_whose_planned_modules_are_inside_of_their_blocks(served, cfg, pool_server):
+    """A stage enters other ones than the next: they are no places to leave a call together."""
+    _, entry, _ = families.served()[served]
+    expected = pool_server.sample(family_prompt(entry, cfg=cfg, steps=2))
+    for _ in range(3):
+        assert_close(pool_server.sample(family_prompt(entry, cfg=cfg, steps=2, cp={**CP, "weights": "staged"})), expected)
 
 
 def test_few_steps_are_noted(pool_server, exact):

@@ -102,3 +102,14 @@ class TestVAE:
         single = vae_prompt("taesd", "decode", "exact", on_unsupported="single device")
         stock = run(server, "taesd", "decode")
         assert (server.sample(single) == stock).all()
+
+
+@pytest.mark.usefixtures("vae_files")
+def test_a_decoder_that_draws_noise_runs_on_one_device(server):
+    """Every rank would draw its own. An encoder draws none."""
+    before = server.log_text()
+    run(server, "ltxv_noise", "decode", "auto")
+    assert "the VAE runs on one device: this LTXV VAE draws noise while it decodes" in server.log_text()[len(before) :]
+    for mode in ("exact", "tiles"):
+        server.fails(vae_prompt("ltxv_noise", "decode", mode), "draws noise while it decodes", "Set mode to auto")
+    assert (run(server, "ltxv_noise", "encode", "tiles") == run(server, "ltxv_noise", "encode", "tiled")).all()

@@ -8,7 +8,8 @@ from .graphs import Graph, Prompt, cp_config
 
 TILES = {"tile_size": 64, "overlap": 16, "temporal_size": 8, "temporal_overlap": 4}
 LATENTS = {
-    "full_flux": (16, 0, 8), "full_wan": (16, 3, 8), "wan": (16, 3, 8), "ltxv": (128, 3, 32), "kl": (4, 0, 8), "taesd": (4, 0, 8),
+    "full_flux": (16, 0, 8), "full_wan": (16, 3, 8), "wan": (16, 3, 8), "ltxv": (128, 3, 32), "ltxv_noise": (128, 3, 32),
+    "kl": (4, 0, 8), "taesd": (4, 0, 8),
     "taehv": (16, 3, 8),
 }  # fmt: skip
 """Channels and frames of the latent, and rows and columns of the picture for each of its, by file."""

@@ -29,7 +29,7 @@ WAN = {
     "dim": 8, "z_dim": 4, "dim_mult": [1, 2, 2], "num_res_blocks": 1, "attn_scales": [], "temperal_downsample": [True, True],
     "dropout": 0.0,
 }  # fmt: skip
-LTXV = {
+LTXV: dict[str, Any] = {
     "dims": 3, "in_channels": 3, "out_channels": 3, "latent_channels": 128, "norm_layer": "pixel_norm", "patch_size": 2,
     "latent_log_var": "uniform", "causal_decoder": False, "encoder_base_channels": 16, "decoder_base_channels": 16,
     "encoder_blocks": [["res_x", {"num_layers": 1}], ["compress_all_res", {"multiplier": 2}], ["res_x", {"num_layers": 1}]],
@@ -133,9 +133,15 @@ KL_FILE = IMAGE | {"ch_mult": [1, 2, 4, 4], "num_res_blocks": 2}
 """Of the image VAEs, only the decoder can be small: a file without an encoder."""
 
 
+NOISE_FILE = LTXV_FILE | {"decoder_blocks": [*LTXV_FILE["decoder_blocks"][:-1], ["res_x", {"num_layers": 1, "inject_noise": True}]]}
+"""It draws noise while it decodes."""
+CONFIGS = {"ltxv": LTXV_FILE, "ltxv_noise": NOISE_FILE}
+
+
 FILES = {
     "wan": _made(WAN_VAE, **WAN_FILE),
     "ltxv": _made(VIDEO_VAE, config=LTXV_FILE),
+    "ltxv_noise": _made(VIDEO_VAE, config=NOISE_FILE),
     "kl": _legacy(**KL_FILE),
     "taesd": _made("taesd.taesd.TAESD", latent_channels=4),
     "taehv": _made("taesd.taehv.TAEHV", latent_channels=16),
@@ -153,7 +159,7 @@ def write(models: str, *names: str) -> None:
     for name in names or FILES:
         make = (FILES | FULL | MORE)[name]
         tensors = build(TinyVAE(make=make, channels=4, ratio=8)).state_dict()
-        metadata = {"config": json.dumps({"vae": LTXV_FILE})} if name == "ltxv" else None
+        metadata = {"config": json.dumps({"vae": CONFIGS[name]})} if name in CONFIGS else None
         kept = {
             key: value.contiguous() for key, value in tensors.items() if not name.endswith("kl") or not key.startswith("encoder.")
         }

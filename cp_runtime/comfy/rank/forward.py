@@ -205,14 +205,14 @@ def run_staged(
     parts = [_part(take_items(shares, arguments, number), number) for number in range(shares.groups)]
 
     several, follows, state = shares.groups > 1 or settings.patches > 1, False, CallState(0, 1)
+    # Never at modules: a stage enters those of its own blocks, so their numbers say nothing to another one.
 
     def made(named: Mapping[str, Any]) -> Any:
         def run(mesh: SequenceMesh, kind: Callable[..., RunningCall]) -> Any:
             # Forwards may modify their arguments. Residuals are copied when they are read.
             fresh = {name: value if name in SHARED else map_tensors(value, Tensor.clone) for name, value in named.items()}
             nonlocal state, follows
-            if several:
-                follows = on_run(settings.stages)
+            follows = on_run(settings.stages) and several
             out, state = run_sharded(installed, forward, fresh, mesh, planner, on_module, kind=kind)
             return out
 

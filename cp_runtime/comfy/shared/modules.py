@@ -18,18 +18,19 @@ from ...compat import slots
 from ...errors import MirrorError
 
 PACKAGES = ("torch.nn.modules.", "comfy.ops", "comfy.ldm.", "comfy_extras.")
-_STANDARD = frozenset(vars(nn.Module()))
-# Records of ComfyUI's memory manager on loaded modules.
-_BOOKKEEPING = re.compile(
+STANDARD = frozenset(vars(nn.Module()))
+# Records of ComfyUI's memory manager on loaded modules, and this pack's.
+BOOKKEEPING = re.compile(
     "(prev_)?comfy_(force_)?(cast|patched)_weights|(weight|bias)(_lowvram)?_function|current_(patcher|weight_patches_uuid)"
     "|model_(lowvram|loaded_weight_memory|offload_buffer_memory)|lowvram_patch_counter|device|dynamic_.*|_(v|pin|prefetch|stream).*"
+    "|context_parallel_.*"
 )
 
 
 def encode_module(module: nn.Module) -> dict[str, Any]:
     """Encode a module and everything below it as nested dicts of plain values and tensors."""
     parameters, buffers, children = slots(module)
-    plain = {k: v for k, v in vars(module).items() if k not in _STANDARD and not _BOOKKEEPING.fullmatch(k)}
+    plain = {k: v for k, v in vars(module).items() if k not in STANDARD and not BOOKKEEPING.fullmatch(k)}
     return {
         "class": full_name(type(module)),
         "plain": {k: ("set", sorted(v)) if isinstance(v, set) else v for k, v in plain.items()},

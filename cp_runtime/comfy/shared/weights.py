@@ -34,7 +34,7 @@ def sample_weights(model: nn.Module, without: Collection[str] = ()) -> dict[str,
     Left out are parameters in `without`, those without bytes in this process, and those that are not contiguous.
     """
     parameters = model.named_parameters(remove_duplicate=False)
-    samples = {name: _sample(parameter) for name, parameter in parameters if name not in without}
+    samples = {name: sample(parameter) for name, parameter in parameters if name not in without}
     return {name: sample for name, sample in samples.items() if sample}
 
 
@@ -58,11 +58,12 @@ def weight_patches_digest(request: Load, block: Tensor) -> str:
     """Return the SHA-256 of weight patches as sent, their tree and tensor bytes, to check their arrival. For bytes that never leave
     this computer's memory, samples are enough: reading all takes seconds per GB, in every process."""
     digest = hashlib.sha256(json.dumps(request.patches, separators=(",", ":")).encode())
-    digest.update(block.numpy().data if request.travelled else _sample(block).encode())
+    digest.update(block.numpy().data if request.travelled else sample(block).encode())
     return digest.hexdigest()
 
 
-def _sample(weight: Tensor) -> str:
+def sample(weight: Tensor) -> str:
+    """Return the storage format of a tensor and a hash of some of its bytes; empty where it has none in this process."""
     parts = stored(weight)
     if any(part.device.type == "meta" or not part.is_contiguous() for part in parts):
         return ""

@@ -15,7 +15,7 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 from comfy_api.torch_helpers.torch_compile import COMPILE_KEY, TORCH_COMPILE_KWARGS
 from torch import Tensor, nn
 
-from ...compat import has_hooks
+from ...compat import hooks_of
 from ...engine.compiled import CompileSettings
 from ...errors import MirrorError, PlanError, UnsupportedError
 from ...families import PLANS, UNSTAGED, class_name, most_stages, plan_for
@@ -26,6 +26,7 @@ from ..shared.patches import applied_patches, encode_weight_patches
 from ..shared.weights import PREFIX
 from .attention import ChosenAttention, attention_of
 from .changed_code import Change, changes_in, changes_of
+from .module_state import change_of, state_of
 from .options import compile_settings
 from .patches import PatchSet
 from .recipes import recipe_of
@@ -54,6 +55,7 @@ def check_model(patcher: Any, config: RuntimeConfig) -> None:
     compile_of(patcher)
     check_experts(model, config.devices)
     check_code(model, patcher.object_patches_backup, made_by_pack=recipe.factory is not None)
+    check_state(patcher.model, patcher.object_patches_backup)
 
 
 def check_experts(model: nn.Module, devices: Iterable[str]) -> None:
@@ -94,6 +96,7 @@ def check_call(patcher: Any, control: Mapping[str, Any] | None) -> None:
     _check_attached(patcher)
     _check_control(patcher.model.diffusion_model, control)
     check_own_forward(patcher.model.diffusion_model)
+    check_state(patcher.model, patcher.object_patches_backup, again=False)
     _refuse(changes_of(patcher.model.diffusion_model, again=False))
 
 
@@ -112,6 +115,8 @@ def options_for_ranks(
     _refuse(changes_in(patches.classes))  # the ranks rebuild them by name, and their networks
     for network in patches.networks.values():
         _refuse(changes_of(network, again=False))
+        if again and (change := change_of(network)):
+            raise UnsupportedError(f"a node changed {change} in a model patch after its first use. Load the model patch again.")
     return patches, attention
 
 
@@ -153,11 +158,18 @@ def check_code(model: nn.Module, patched: Collection[str] = (), made_by_pack: bo
         if PREFIX + name in patched:
             continue
         _check_forward_of(module, where, patched and [m for m in FORWARDS if f"{PREFIX}{name}.{m}" in patched])
-        if has_hooks(module):
+        if any(hooks_of(module)):
             raise UnsupportedError(f"a node put hooks on {where}. {_REMEDY}")
         if pack := packs.get(cls):
             raise UnsupportedError(f"the node pack {pack} put its {cls.__name__} in the place of {where}. {_REMEDY}")
     _refuse(changes_of(model))
+
+
+def check_state(model: nn.Module, patched: Collection[str] = (), again: bool = True) -> None:
+    """Refuse a model or a VAE whose modules a node has changed since it was loaded. `again`: see `ModuleState.change`."""
+    change = state_of(model).change([name.removeprefix(PREFIX) for name in patched], again)
+    if change:
+        raise UnsupportedError(f"a node changed {change}, and the workers load it from its file. {_REMEDY}")
 
 
 def _refuse(changes: Iterable[Change]) -> None:

@@ -23,12 +23,14 @@ RECORDING = (
 
 
 def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries that can be sent. A set becomes a tuple: forwards only test membership."""
+    """Return the entries that can be sent. A mapping becomes a dict, and a set a tuple: forwards only test membership."""
     kept = {name: _sent(value) for name, value in options.items() if name not in UI_ONLY}
     return {name: value for name, value in kept.items() if isinstance(value, SENDABLE)}
 
 
 def _sent(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
     is_set = isinstance(value, (set, frozenset)) and all(isinstance(item, SENDABLE) for item in value)
     return tuple(sorted(value, key=repr)) if is_set else value
 

@@ -15,11 +15,11 @@ from comfy.ldm.flux.layers import EmbedND
 from torch import Tensor, nn
 
 from ...errors import MirrorError, UnsupportedError
+from ..shared.modules import STANDARD
 from ..shared.pack_objects import CHUNKS, ENHANCE, NAG, RIFLEX
 from ..shared.weights import PREFIX
 from .pack_nodes import made_by, name_in_pack
 
-_STANDARD = frozenset(vars(nn.Module()))
 WAN = ("comfy.ldm.wan.",)
 
 
@@ -132,7 +132,7 @@ def _encoded(path: str, thing: Any, patcher: Any) -> tuple[dict[str, Any], Objec
         if set(held) != {patch.held_by} or getattr(thing, "__self__", None) is not model.get_submodule(path.rpartition(".")[0]):
             raise MirrorError("it is not the function of one object, for the module in whose place it stands")
         holder = held[patch.held_by]
-    data = {k: v for k, v in getattr(holder, "__dict__", {}).items() if not (isinstance(holder, nn.Module) and k in _STANDARD)}
+    data = {k: v for k, v in getattr(holder, "__dict__", {}).items() if not (isinstance(holder, nn.Module) and k in STANDARD)}
     _check_data(patch, data)
     if name == RIFLEX:
         _check_rotations(data, patcher.object_patches_backup.get(PREFIX + path, getattr(model, path, None)))

@@ -301,6 +301,9 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         formats = common_formats(self.cp_config.devices)
         target = Target(self, *notes.files, self.cp_run.call_memory, encode_weight_patches, formats)
         notes.key = target.key
+        if notes.run != self.cp_run.number:
+            notes.run = self.cp_run.number
+            target.check_weights()
         CONTROLLER.own(target.key, self.model)
         return target
 

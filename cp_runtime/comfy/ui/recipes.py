@@ -43,6 +43,7 @@ from ..shared.recipe import (
     texts_in,
 )
 from ..shared.weights import is_dynamic
+from .module_state import state_of
 from .runtime import node_folders
 from .sources import Source
 from .target import ModelNotes, notes_of
@@ -72,6 +73,7 @@ def _stamping(loader: Callable[..., Any]) -> Callable[..., Any]:
         patcher, _, vae, *_ = loaded if isinstance(loaded, tuple) else (loaded, None, None)
         for each in filter(None, (patcher, getattr(vae, "patcher", None))):  # a checkpoint may be loaded for its text encoder only
             notes_of(each.model).stamps = before, _stamp(path)
+            state_of(each.model)
         return loaded
 
     return load
@@ -140,6 +142,7 @@ def _noting(node: str, cls: type, method: str, load: Callable[..., Any]) -> Call
             notes = notes_of(patcher.model)
             notes.call = NodeCall(node, cls, method, given.args[1:], path)
             notes.stamps = (before, file_stamp(path)) if path else None
+            state_of(patcher.model)
         return out
 
     noting.noted_for = cls  # type: ignore[attr-defined]
@@ -162,6 +165,7 @@ def recipe_of(patcher: Any) -> Recipe:
             notes.recipe = init, replace(_of_model(patcher.model, init, notes), dynamic=is_dynamic(patcher.model))
         else:
             notes.recipe = init, _of_vae(patcher.model, init, notes)
+        state_of(patcher.model)
     return notes.recipe[1]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from ..shared.recipe import FileStamp, Recipe
 from ..shared.weights import PREFIX, differing_weight, dtypes_of, model_dtype, network_of, sample_weights, weight_patches_digest
 
 if TYPE_CHECKING:
+    from .module_state import ModuleState
     from .recipes import NodeCall
 
 ATTRIBUTE = "context_parallel_notes"
@@ -99,7 +100,7 @@ class Target:
                 "result would differ. Leave out the devices that differ (devices of CP Config), or load a file or weight_dtype "
                 "that is not quantised."
             )
-        samples = self.comparable_weights()
+        samples = notes_of(model).samples = self.comparable_weights()
         for rank, (reply, pid) in enumerate(zip(loaded, pids, strict=True)):
             weight = differing_weight(samples, reply.samples)
             if weight is not None:
@@ -120,6 +121,16 @@ class Target:
                         f"rank {rank} (pid {pid}) has {name} {getattr(reply, name)} for {file}; the UI process has {value}. All "
                         "ranks must hold the same model: choose a weight_dtype that every device supports."
                     )
+
+    def check_weights(self) -> None:
+        """Raise MirrorError if a weight of this process has changed since the ranks' were compared with it."""
+        weight = differing_weight(notes_of(self.patcher.model).samples, self.comparable_weights())
+        if weight is not None:
+            file = os.path.basename(self.path)
+            raise MirrorError(
+                f"code in ComfyUI's process changed the weight {weight} since the workers loaded {file}. Free ComfyUI's model and "
+                "node cache, so that it loads the file again, and remove the node that changes the weight."
+            )
 
     def comparable_weights(self) -> Mapping[str, str]:
         """Return `sample_weights` of the weights that are in this process as they were loaded; of none while weight patches are in.
@@ -149,6 +160,9 @@ class ModelNotes:
         local: it runs in this process on one device, although the graph has ranks for it.
         shares_file: whether its plain weights are the pages of its file.
         demand: of its weights alone.
+        state: of its network's modules, when it was loaded.
+        samples: of its weights, when the ranks' were compared with them; of none before.
+        run: number of the sampling run in which they were compared again.
     """
 
     stamps: tuple[FileStamp, FileStamp] | None = None
@@ -159,6 +173,9 @@ class ModelNotes:
     local: bool = False
     shares_file: bool = False
     demand: Demand | None = None
+    state: ModuleState | None = None
+    samples: Mapping[str, str] = field(default_factory=dict)
+    run: object = None
 
 
 def notes_of(model: Any) -> ModelNotes:

@@ -27,11 +27,11 @@ from ...errors import MirrorError, PlanError, RankOutOfMemory, UnsupportedError,
 from ...nested import map_tensors
 from ...pool.config import RuntimeConfig
 from ...pool.settings import WHOLE
-from ...vaes import row_plan_for
+from ...vaes import draws_noise, row_plan_for
 from ..shared.loading import replaced
 from ..shared.modules import encode_module
 from ..shared.vae import EXACT, INPUT, TILES
-from .obstacles import check_code
+from .obstacles import check_code, check_state
 from .patcher import ContextParallelPatcher, executing_node, raise_or_warn
 from .recipes import recipe_of
 from .runtime import CONTROLLER, are_here, default_config
@@ -47,7 +47,14 @@ NO_BAR = (comfy.utils, "PROGRESS_BAR_HOOK", None)  # it would count steps that a
 _REMEDY = "Use VAE Decode or VAE Encode, or set on_unsupported of CP Config to 'single device'."
 
 
-def run_vae(vae: Any, config: RuntimeConfig | None, mode: str, exact: Callable[[Any], Any], tiles: Callable[[Any], Any]) -> Any:
+def run_vae(
+    vae: Any,
+    config: RuntimeConfig | None,
+    mode: str,
+    exact: Callable[[Any], Any],
+    tiles: Callable[[Any], Any],
+    decodes: bool = True,
+) -> Any:
     """Run a VAE on the ranks of a config.
 
     Args:
@@ -55,6 +62,7 @@ def run_vae(vae: Any, config: RuntimeConfig | None, mode: str, exact: Callable[[
         mode: one of MODES; auto = exact if there is a plan for the VAE, else tiles.
         exact: calls `decode` or `encode` of the given VAE, as ComfyUI's own node does.
         tiles: the same with `decode_tiled` or `encode_tiled`.
+        decodes: whether they decode.
 
     Raises:
         ConfigError: an argument is of another type, or an unknown mode.
@@ -74,7 +82,13 @@ def run_vae(vae: Any, config: RuntimeConfig | None, mode: str, exact: Callable[[
     if sys.platform != "linux" or config.world_size == 1:
         log.info("the VAE runs on one device: context parallelism needs Linux and more than one rank")
         return on_one_device(vae)
+    noise = draws_noise(vae.first_stage_model) if decodes else None
+    if noise is not None and mode == AUTO:
+        log.info("the VAE runs on one device: %s", noise)
+        return exact(vae)
     try:
+        if noise is not None:
+            raise UnsupportedError(f"{noise} Set mode to auto, which runs it on one device, or use VAE Decode.")
         mode = mode_for(vae, mode)
         ranked = RankedVAE(vae, config)
         out = exact(ranked.exact()) if mode == EXACT else ranked.tiled(tiles)
@@ -92,6 +106,7 @@ def mode_for(vae: Any, mode: str) -> str:
     if obstacle is not None:
         raise UnsupportedError(f"{obstacle} {_REMEDY}")
     check_code(network)
+    check_state(network)
     if mode != TILES:
         try:
             row_plan_for(network)
