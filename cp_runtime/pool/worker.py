@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..engine.exchange.exchange import trim as trim_exchanges
 from ..engine.measuring import device_name, measure
 from ..engine.ranks.collectives import CommStats, wait_for
 from ..engine.ranks.mesh import BatchMesh
@@ -183,6 +184,7 @@ class Worker:
         with contextlib.suppress(PoolTimeout):
             return self.channel.receive(time.monotonic() + IDLE)
         trim_heap()
+        trim_exchanges()
         return self.channel.receive()
 
     def _block(self, frame: Frame) -> Tensor:

@@ -11,6 +11,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from cp_runtime.engine.exchange import exchange
+from cp_runtime.engine.exchange.exchange import Exchange
 from cp_runtime.engine.ranks import collectives
 
 Entry = tuple[str, list[int], str, dict[int, int], dict[int, int]]
@@ -60,10 +62,25 @@ def record() -> list[Entry]:
 
         return noted_and_run
 
+    def parts(self: Exchange, made: Any, sent: Sequence[int], arriving: Sequence[int]) -> None:
+        note(_group_of(self), "messages", *([n * (to != self.rank) for to, n in enumerate(each)] for each in (sent, arriving)))
+
+    def in_memory(self: Exchange, arriving: Sequence[Any], leaving: Sequence[Any]) -> None:
+        def moved(side: Sequence[Any], rank: int) -> int:
+            return sum(tensor.nbytes for other, tensor in side if other == rank)
+
+        ranks = range(len(self.segments))
+        note(_group_of(self), "messages", *([moved(side, rank) for rank in ranks] for side in (leaving, arriving)))
+
+    notes |= {"parts": parts, "messages": in_memory}
     for name in notes:
-        owner = dist if hasattr(dist, name) else collectives
+        owner = next(owner for owner in (dist, collectives, Exchange) if hasattr(owner, name))
         setattr(owner, name, logged(owner, name))
     return log
+
+
+def _group_of(found: Exchange) -> Any:
+    return next(group for group, each in exchange._of_groups.items() if each is found)
 
 
 def _ranks(group: Any) -> list[int]:

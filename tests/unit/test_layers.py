@@ -7,7 +7,7 @@ from support.package import ROOT
 
 BASE = {"errors", "compat", "nested", "version", "comfyui", "cache", "words"}
 PARTS = {"engine/attention", "engine/weights"}
-ENGINE = {*BASE, "engine", "engine/ranks", *PARTS}
+ENGINE = {*BASE, "engine", "engine/ranks", "engine/exchange", *PARTS}
 BELOW_COMFY = {*ENGINE, "families", "vaes", "pool"}  # more of them for the side in ComfyUI's process
 LAYERS = {
     "errors": set(),
@@ -17,7 +17,8 @@ LAYERS = {
     "comfyui": set(),
     "cache": set(),
     "words": set(),
-    "engine/ranks": {*BASE, "engine/ranks"},
+    "engine/exchange": {*BASE, "engine/exchange"},
+    "engine/ranks": {*BASE, "engine/ranks", "engine/exchange"},
     **{part: {*BASE, "engine/ranks", part} for part in PARTS},
     "engine": ENGINE,
     "diffusers": {*ENGINE, "diffusers"},

@@ -158,10 +158,22 @@ class HeadExchange:
         widths, elements, by_rank, by_token, blocks, views = form(
             self._dealt, self._group.rank, heads, lengths, B, D, first.element_size()
         )
-        send, whole = first.new_empty(elements[0]), first.new_empty(elements[1])
+        shared = self._group.shared if first.is_cpu else None
+        size = elements[0] * first.element_size()
+        send = first.new_empty(elements[0]) if shared is None else shared.space(size, first.dtype)
         for run, block in blocks:
             # A GPU copies one tensor after the other: in four dimensions it would be one kernel, which divides for each element.
             torch.cat([*map(_by_rank, tensors, widths, repeat(run))], 3, out=send.as_strided(*block))
+        if shared is not None:
+            parts = self._group.all_to_all_in_place(shared, send, by_rank, by_token)
+
+            def join() -> list[Tensor]:
+                whole = torch.cat(parts.read() or [send[:0]])
+                parts.release()
+                return [whole.as_strided(*view) for view in views]
+
+            return join
+        whole = first.new_empty(elements[1])
         pending = self._group.all_to_all(send.view(torch.uint8), by_rank, whole.view(torch.uint8), by_token)
 
         def wait() -> list[Tensor]:
@@ -181,7 +193,20 @@ class HeadExchange:
         _, elements, by_rank, by_token, blocks, _ = form(
             self._dealt, self._group.rank, heads, lengths, B, D, out_BHCD.element_size()
         )
-        send, received = out_BHCD.permute(2, 0, 1, 3).reshape(-1), out_BHCD.new_empty(elements[0])
+        out_CBHD = out_BHCD.permute(2, 0, 1, 3)
+        if out_BHCD.is_cpu and (shared := self._group.shared) is not None:
+            made = shared.space(elements[1] * out_BHCD.element_size(), out_BHCD.dtype)
+            made.view(out_CBHD.shape).copy_(out_CBHD)
+            parts = self._group.all_to_all_in_place(shared, made, by_token, by_rank)
+
+            def put_parts(out_BLHD: Tensor) -> None:
+                targets = [target for run, _ in blocks for target in _by_rank(out_BLHD, heads_per_unit, run).unbind()]
+                for target, part in zip(targets, parts.read(), strict=bool(elements[0])):
+                    target.copy_(part.view(target.shape))
+                parts.release()
+
+            return put_parts
+        send, received = out_CBHD.reshape(-1), out_BHCD.new_empty(elements[0])
         pending = self._group.all_to_all(send.view(torch.uint8), by_token, received.view(torch.uint8), by_rank)
 
         def put(out_BLHD: Tensor) -> None:

@@ -7,6 +7,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...compat import start_all_to_all
+from ..exchange.exchange import Exchange, Parts, exchange_of
 from .profiling import trace_range
 
 KEPT_EVENTS = 1024  # pairs of device events; beyond that they are added up early
@@ -133,6 +135,22 @@ class Pending:
                 target.copy_(host)
 
 
+class PendingParts(Pending):
+    """Parts of all ranks in flight, to be read where they arrive. See `RankGroup.all_to_all_in_place`."""
+
+    def __init__(self, group: RankGroup, kind: str, parts: Parts, sent: int, like: Tensor) -> None:
+        super().__init__(group, kind, (parts,), sent, like, ())
+        self._parts = parts
+
+    def read(self) -> list[Tensor]:
+        """Wait, and return the parts that are not empty, flat and in rank order, until `release`."""
+        self.wait()
+        return self._parts.read()
+
+    def release(self) -> None:
+        self._parts.release()
+
+
 class RankGroup:
     """Ranks along one axis of the mesh.
 
@@ -153,6 +171,12 @@ class RankGroup:
         # gloo moves host memory only: accelerator tensors are staged through the host.
         self.backend = "" if group is None else dist.get_backend(group)
         self.via_host = self.backend == "gloo"
+
+    @cached_property
+    def shared(self) -> Exchange | None:
+        """The exchange through shared memory, where all ranks of the group are on one computer; else None. All of them must ask
+        alike: the first time, they connect."""
+        return exchange_of(self.group) if self.via_host and self.group is not None and self.size > 1 else None
 
     @property
     def device(self) -> torch.device:
@@ -193,6 +217,18 @@ class RankGroup:
                 works = [start_all_to_all(as_bytes(received), as_bytes(send), arriving, sent, self.group)]
         return Pending(self, kind, works, send.nbytes - sent[self.rank], send, staged)
 
+    def all_to_all_in_place(self, shared: Exchange, send: Tensor, sent: Sequence[int], arriving: Sequence[int]) -> PendingParts:
+        """Send a part of memory to every rank, and receive a part from every rank, to be read where it lies.
+
+        Args:
+            shared: that of this group.
+            send: memory of its `space`.
+            sent, arriving: bytes for and from every rank, this one included.
+        """
+        with trace_range("cp.all_to_all"):
+            parts = shared.parts(send, sent, arriving)
+        return PendingParts(self, "all_to_all", parts, send.nbytes - sent[self.rank], send)
+
     def exchange(self, send: Tensor, received: Tensor) -> Pending:
         """Send a tensor to the next rank, and receive one from the previous rank into `received`."""
         sent, arriving = [0] * self.size, [0] * self.size
@@ -202,15 +238,15 @@ class RankGroup:
     def send(self, value: Tensor, to: int) -> Pending:
         """Send a contiguous tensor to another rank, which receives from this one in the same order."""
         with trace_range("cp.send"):
-            work = dist.isend(as_bytes(self._leaving(value)), self.global_rank(to), self.group)
-        return Pending(self, "send", [work], value.nbytes, value, ())
+            works = self._messages((), [(to, self._leaving(value))])
+        return Pending(self, "send", works, value.nbytes, value, ())
 
     def receive(self, target: Tensor, source: int) -> Pending:
         """Receive a tensor from another rank into a contiguous tensor."""
         staged: list[tuple[Tensor, Tensor]] = []
         with trace_range("cp.receive"):
-            work = dist.irecv(as_bytes(self._landing(target, staged)), self.global_rank(source), self.group)
-        return Pending(self, "receive", [work], 0, target, staged)
+            works = self._messages([(source, self._landing(target, staged))], ())
+        return Pending(self, "receive", works, 0, target, staged)
 
     def to_first(self, own: Tensor, counts: Sequence[int], kind: str) -> list[Tensor]:
         """Send a tensor to the first rank, which returns those of all ranks, flat and in rank order; other ranks return none.
@@ -268,7 +304,7 @@ class RankGroup:
         if self.size == 1:
             return value
         with trace_range("cp.all_reduce"):
-            shared = self._leaving(value)
+            shared = value.cpu() if self.via_host else value
             work = dist.all_reduce(shared, dist.ReduceOp.MAX, group=self.group, async_op=True)
         Pending(self, "all_reduce", [work], value.nbytes, value, ()).wait()
         return shared.to(value.device)
@@ -286,17 +322,23 @@ class RankGroup:
         gloo requests a message in the byte stream in which it sends. After the start of a long send, as in its own alltoall and
         allgather, the request waits for all of that, and a link carries one direction after the other.
         """
+        if self.shared is not None:
+            received = [(rank % self.size, as_bytes(tensor)) for rank, tensor in arriving]
+            return [self.shared.messages(received, [(rank % self.size, as_bytes(tensor)) for rank, tensor in leaving])]
+        if len(arriving) + len(leaving) == 1:
+            start, pairs = (dist.irecv, arriving) if arriving else (dist.isend, leaving)
+            return [start(as_bytes(tensor), self.global_rank(rank), self.group) for rank, tensor in pairs]
         operations = [dist.P2POp(dist.irecv, as_bytes(tensor), self.global_rank(rank), self.group) for rank, tensor in arriving]
         operations += [dist.P2POp(dist.isend, as_bytes(tensor), self.global_rank(rank), self.group) for rank, tensor in leaving]
         return dist.batch_isend_irecv(operations) if operations else []
 
     def _leaving(self, tensor: Tensor) -> Tensor:
         """Return the tensor that the backend sends in place of this one."""
-        return tensor.cpu() if self.via_host else tensor
+        return tensor.cpu() if self.via_host and self.shared is None else tensor
 
     def _landing(self, tensor: Tensor, staged: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Return the buffer that the backend receives into; append it to `staged` if it must be copied to `tensor` afterwards."""
-        if not self.via_host or tensor.device.type == "cpu":
+        if not self.via_host or tensor.device.type == "cpu" or self.shared is not None:
             return tensor
         host = torch.empty_like(tensor, device="cpu")
         staged.append((tensor, host))

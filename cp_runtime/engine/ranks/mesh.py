@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...compat import flatten_mesh, timeout_of
 from ...errors import ConfigError, PlanError
+from ..exchange.exchange import exchange_of
 from .collectives import CommStats, RankGroup
 from .sharding import Shares
 
@@ -357,4 +358,6 @@ def make_groups(lists: Sequence[Sequence[int]], backend: str | None, timeout: ti
     group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in lists], timeout=timeout, backend=backend)
     if group is not None:
         dist.barrier(group)  # connects it; later a rank may have nothing to send at first
+        if backend == "gloo":
+            exchange_of(group)  # with all of them, too: their first message may be one between two of them
     return group

@@ -16,7 +16,7 @@ def test_every_order_of_calls_loads_and_decodes(mode):
     # For weights all, for tokens {0, 1, 2}, {0, 1} as the first two, a half and an axis of two by two, {0, 2} as its other axis.
     assert report["groups"] <= 4
     assert report["disagreements"] == []
-    assert report["kinds"] == ["all_reduce", "barrier", "messages"]  # over gloo all others are messages between pairs
+    assert report["kinds"] == ["all_reduce", "barrier", "messages"]  # through memory all others are messages between pairs
 
 
 def entry(sent, arriving, name="1", operation="all_to_all"):

@@ -23,7 +23,7 @@ def test_bytes_are_those_of_the_formulas(ranks):
     even = [r for (_, lengths), r in reports.items() if lengths and all(n % world == 0 for n in lengths) and 8 % world == 0]
     for r in even:
         assert r["bytes"] / r["unit"] == pytest.approx(factor(r["ring"], r["ulysses"]), rel=0.01), r["name"]
-    assert len(even) == {2: 5, 3: 0, 4: 7}[world]
+    assert len(even) == {2: 8, 3: 0, 4: 12}[world]
 
 
 def test_only_attention_crosses_and_no_sizes(ranks):
@@ -31,7 +31,7 @@ def test_only_attention_crosses_and_no_sizes(ranks):
     for (name, lengths), r in ranks[1].items():
         if not lengths:
             continue
-        assert {operation for operation, _, _ in r["operations"]} <= {"alltoall_base_", "send", "recv_"}, name
+        assert {operation for operation, _, _ in r["operations"]} <= {"alltoall_base_", "send", "recv_", "memory"}, name
         assert {tuple(dtypes) for _, dtypes, _ in r["operations"]} == {("torch.uint8",)}
         sent = [numel for _, _, numels in r["operations"] for numel in numels if numel]
         assert sum(sent) == r["own_bytes"], name
@@ -44,10 +44,13 @@ def test_only_attention_crosses_and_no_sizes(ranks):
         if name.endswith("of devices"):
             # One call of torch for each, whatever the number of ranks: every further one is host time in every attention.
             assert operations == ["alltoall_base_"] * total, name
+        elif not name.endswith("over sockets"):
+            assert set(operations) == {"memory"}, name
         else:  # gloo asks for what it receives before it sends, or a link carries one direction after the other
             assert [operation for operation, _ in groupby(operations)] == ["recv_", "send"] * total, name
         assert r["counts"] == {kind: n for kind, n in collectives.items() if kind in r["counts"]}, name
         assert r["pending"] == 0
+        assert set(r["through_memory"]) == {not name.endswith(("of devices", "over sockets"))}, name
 
 
 def test_every_rank_knows_what_all_measured(ranks):

@@ -1,0 +1,325 @@
+"""Messages between ranks of one computer through memory that all of them map.
+
+A sender copies a message into its own segment, once for all who get it, or makes it there, and goes on: it never waits for a
+receiver. The receiver copies it out, or computes from where it lies. A long one is told piece by piece, so that its receiver copies
+one piece while the sender copies the next. Sizes are known on both sides. Memory is used again when all receivers have read what is
+in it; more is taken only where messages are larger, or more of them under way, than before.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import zlib
+from collections import deque
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...compat import timeout_of
+from .segment import KEPT, Segment
+from .signals import OtherEnded, Process, Semaphores, TookTooLong
+
+PIECE = 8 << 20  # bytes: below, a copy takes the caches from others, and the time of another signal and call
+WASTE = 2  # a message may take memory that is up to so many times as large
+TIMEOUT = 1800.0  # seconds, torch's default
+
+
+def pieces(nbytes: int) -> int:
+    return -(-nbytes // PIECE)
+
+
+class Slot:
+    """Memory in this rank's segment. `readers`: ranks that have not read it yet."""
+
+    __slots__ = ("at", "readers", "size")
+
+    def __init__(self, at: int, size: int) -> None:
+        self.at, self.size, self.readers = at, size, 0
+
+
+class Arrival:
+    """A message from another rank, of a known size. One that is thrown away counts as read."""
+
+    __slots__ = ("_exchange", "at", "is_read", "missing", "nbytes", "number", "source")
+
+    def __init__(self, exchange: Exchange, source: int, nbytes: int, number: int) -> None:
+        self._exchange, self.source, self.nbytes, self.number = exchange, source, nbytes, number
+        self.at, self.missing, self.is_read = 0, pieces(nbytes), False
+
+    def borrow(self, dtype: torch.dtype) -> Tensor:
+        """Return it where it lies, until `release`."""
+        return self._exchange.segments[self.source].view(self.at, self.nbytes // dtype.itemsize, dtype)
+
+    def copy_to(self, flat: Tensor) -> None:
+        """Copy it into bytes, each piece as soon as it is there, and release it."""
+        for piece, at in enumerate(range(0, self.nbytes, PIECE), 1):
+            self._exchange.wait_for(self, pieces(self.nbytes) - piece)
+            count = min(PIECE, self.nbytes - at)
+            target = flat if count == self.nbytes else flat[at : at + count]
+            target.copy_(self._exchange.segments[self.source].view(self.at + at, count))
+        self.release()
+
+    def release(self) -> None:
+        """Give the memory back to its sender."""
+        self.is_read = True
+        self._exchange.tell_what_is_read(self.source)
+
+
+class Received:
+    """Messages for some tensors: what `wait` of a collective waits for."""
+
+    def __init__(self, arrivals: Sequence[tuple[Arrival, Tensor]]) -> None:
+        self._arrivals = arrivals
+
+    def wait(self) -> None:
+        for arrival, tensor in self._arrivals:
+            arrival.copy_to(tensor)
+        self._arrivals = ()
+
+    def __del__(self) -> None:
+        for arrival, _ in self._arrivals:
+            arrival.release()
+
+
+class Parts:
+    """Messages of all ranks, and this rank's own part of what it sends, to be read where they lie."""
+
+    def __init__(self, exchange: Exchange, arrivals: Sequence[Arrival], slot: Slot | None, own: Tensor, before: int) -> None:
+        self._exchange, self._arrivals, self._slot, self._own, self._before = exchange, arrivals, slot, own, before
+
+    def wait(self) -> None:
+        for arrival in self._arrivals:
+            self._exchange.wait_for(arrival, 0)
+
+    def read(self) -> list[Tensor]:
+        """Wait, and return the parts of all ranks, flat and in order; without those that are empty."""
+        self.wait()
+        parts = [arrival.borrow(self._own.dtype) for arrival in self._arrivals]
+        if self._slot is not None:
+            parts.insert(self._before, self._own)
+        return parts
+
+    def release(self) -> None:
+        """Give the memory back."""
+        for arrival in self._arrivals:
+            arrival.release()
+        if self._slot is not None:
+            self._exchange.has_read(self._slot)
+        self._arrivals, self._slot = (), None
+
+    __del__ = release
+
+
+class Exchange:
+    """Messages among the ranks of a process group, in order between each two of them. See `connect`.
+
+    Args:
+        rank: this one, in the group.
+        segments: of all ranks.
+        processes: of all ranks.
+        timeout: seconds to wait for a message.
+    """
+
+    def __init__(
+        self, rank: int, segments: Sequence[Segment], processes: Sequence[Process], signals: Semaphores, timeout: float
+    ) -> None:
+        self.rank, self.segments, self._processes, self._signals, self._timeout = rank, segments, processes, signals, timeout
+        self._free: list[Slot] = []
+        self._open: Slot | None = None  # what it holds is being made
+        self._sent = [deque[Slot]() for _ in segments]  # and not read, by receiver
+        self._due = [deque[Arrival]() for _ in segments]  # of which pieces are missing, by sender
+        self._unread = [deque[Arrival]() for _ in segments]
+        self._numbers = [[0, 0] for _ in segments]  # messages to and from a rank
+
+    def space(self, nbytes: int, dtype: torch.dtype) -> Tensor:
+        """Return memory for what is sent next, flat."""
+        self._drop_unsent()
+        if not nbytes:
+            return torch.empty(0, dtype=dtype)
+        self._open = slot = self._take(nbytes)
+        return self.segments[self.rank].view(slot.at, nbytes // dtype.itemsize, dtype)
+
+    def trim(self) -> None:
+        """Give all memory for messages back to the system, if none is under way."""
+        own = self.segments[self.rank]
+        self._drop_unsent()
+        self._find_read()
+        if sum(slot.size for slot in self._free) == own.size - own.begin:
+            self._free.clear()
+            own.shrink()
+
+    def messages(self, arriving: Iterable[tuple[int, Tensor]], leaving: Iterable[tuple[int, Tensor]]) -> Received:
+        """Send tensors to ranks, and receive others from ranks. All are bytes."""
+        receivers: dict[tuple[int, int], tuple[Tensor, list[int]]] = {}
+        for rank, tensor in leaving:
+            receivers.setdefault((tensor.data_ptr(), tensor.numel()), (tensor, []))[1].append(rank)
+        for tensor, ranks in receivers.values():
+            slot = self._take(tensor.numel())
+            self._send(slot, slot.at, tensor.numel(), ranks, tensor)
+        return Received([(self._expect(rank, tensor.numel()), tensor) for rank, tensor in arriving])
+
+    def parts(self, made: Tensor, sent: Sequence[int], arriving: Sequence[int]) -> Parts:
+        """Send parts of what was made in `space` to all ranks, and receive parts from all. `sent`, `arriving`: bytes."""
+        slot, me, at = self._open or Slot(0, 0), self.rank, 0  # none where all parts are empty
+        for rank, nbytes in enumerate(sent):
+            if rank == me:
+                begin = at
+            elif nbytes:
+                self._send(slot, slot.at + at, nbytes, (rank,))
+            at += nbytes
+        arrivals = [self._expect(rank, nbytes) for rank, nbytes in enumerate(arriving) if nbytes and rank != me]
+        if not sent[me]:
+            return Parts(self, arrivals, None, made, 0)
+        slot.readers += 1
+        own = self.segments[me].view(slot.at + begin, sent[me] // made.element_size(), made.dtype)
+        return Parts(self, arrivals, slot, own, sum(map(bool, arriving[:me])))
+
+    def has_read(self, slot: Slot) -> None:
+        slot.readers -= 1
+        if not slot.readers:
+            self._free.append(slot)
+            if slot is self._open:
+                self._open = None
+
+    def wait_for(self, arrival: Arrival, missing: int) -> None:
+        """Wait until no more pieces of a message are missing. Those before it from the same rank come first."""
+        source, due = arrival.source, self._due[arrival.source]
+        while arrival.missing > missing:
+            self._take_signal(self.segments[source].ready(self.rank), source)
+            first = due[0]
+            first.missing -= 1
+            if not first.missing:
+                due.popleft()
+            first.at = self.segments[source].told(self.rank, first.number)
+
+    def tell_what_is_read(self, source: int) -> None:
+        """Raise the signal for every message that is read, in order: it does not say for which."""
+        unread = self._unread[source]
+        while unread and unread[0].is_read and not unread[0].missing:
+            unread.popleft()
+            self._signals.post(self.segments[source].read(self.rank))
+
+    def _expect(self, source: int, nbytes: int) -> Arrival:
+        numbers = self._numbers[source]
+        arrival = Arrival(self, source, nbytes, numbers[1])
+        numbers[1] += 1
+        self._due[source].append(arrival)
+        self._unread[source].append(arrival)
+        return arrival
+
+    def _send(self, slot: Slot, at: int, nbytes: int, ranks: Sequence[int], source: Tensor | None = None) -> None:
+        """Send bytes of a slot to ranks. `source`: they are still to be copied from there."""
+        own = self.segments[self.rank]
+        for rank in ranks:
+            if len(self._sent[rank]) == KEPT:
+                self._take_signal(own.read(rank), rank)
+                self.has_read(self._sent[rank].popleft())
+            own.tell(rank, self._numbers[rank][0], at)
+            self._numbers[rank][0] += 1
+            self._sent[rank].append(slot)
+        slot.readers += len(ranks)
+        for begin in range(0, nbytes, PIECE):
+            if source is not None:
+                count = min(PIECE, nbytes - begin)
+                own.view(at + begin, count).copy_(source if count == nbytes else source[begin : begin + count])
+            for rank in ranks:
+                self._signals.post(own.ready(rank))
+
+    def _take(self, nbytes: int) -> Slot:
+        """Return memory that no rank reads any more, or more memory."""
+        self._find_read()
+        for slot in reversed(self._free):  # the last one is most likely still in a cache
+            if nbytes <= slot.size <= WASTE * nbytes + mmap.PAGESIZE:
+                self._free.remove(slot)
+                return slot
+        return Slot(*self.segments[self.rank].grow(nbytes))
+
+    def _find_read(self) -> None:
+        """Note what receivers have read."""
+        own = self.segments[self.rank]
+        for rank, sent in enumerate(self._sent):
+            while sent and self._signals.try_take(own.read(rank)):
+                self.has_read(sent.popleft())
+
+    def _drop_unsent(self) -> None:
+        if self._open is not None and not self._open.readers:
+            self._free.append(self._open)
+        self._open = None
+
+    def _take_signal(self, address: int, rank: int) -> None:
+        process = self._processes[rank]
+        try:
+            self._signals.take(address, process, self._timeout)
+        except OtherEnded:
+            raise dist.DistBackendError(f"Connection closed by peer: the process of rank {rank} of the group has ended") from None
+        except TookTooLong:
+            raise dist.DistBackendError(f"Timed out waiting {self._timeout:g} s for rank {rank} of the group") from None
+
+
+_of_groups: WeakKeyDictionary[dist.ProcessGroup, Exchange | None] = WeakKeyDictionary()
+
+
+def exchange_of(group: dist.ProcessGroup) -> Exchange | None:
+    """Return the exchange of a group over gloo; make it if it does not exist, together with all ranks of the group. None: ranks are
+    on several computers, or cannot map each other's memory."""
+    if group not in _of_groups:
+        _of_groups[group] = connect(group)
+    return _of_groups[group]
+
+
+def trim() -> None:
+    """Give memory of all exchanges back that no message is in."""
+    for exchange in _of_groups.values():
+        if exchange is not None:
+            exchange.trim()
+
+
+def connect(group: dist.ProcessGroup) -> Exchange | None:
+    """Map the memory of all ranks, or of none: all ranks of the group call this, and get the same answer."""
+    rank, size, made = dist.get_rank(group), dist.get_world_size(group), _make(dist.get_world_size(group))
+    own = torch.tensor([0] * 5 if made is None else [home(), os.getpid(), made[0].fd, *made[0].token])
+    told = [torch.zeros_like(own) for _ in range(size)]
+    dist.all_gather(told, own, group=group)
+    opened = [each for numbers in told if (each := _open(numbers.tolist(), size)) is not None]
+    lacks = torch.tensor([made is None or len(opened) < size], dtype=torch.int64)
+    dist.all_reduce(lacks, dist.ReduceOp.MAX, group=group)
+    if made is None or lacks.item():
+        return None
+    timeout = timeout_of(group)
+    segments, processes = [each[0] for each in opened], [each[1] for each in opened]
+    return Exchange(rank, segments, processes, made[1], TIMEOUT if timeout is None else timeout.total_seconds())
+
+
+def home() -> int:
+    """Return a number that ranks share if they are on one computer and in one container."""
+    spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "net")]
+    return zlib.crc32(Path("/proc/sys/kernel/random/boot_id").read_bytes() + "".join(spaces).encode())
+
+
+def _make(size: int) -> tuple[Segment, Semaphores] | None:
+    """Make this rank's segment, ready for messages; None: this system lacks what that takes."""
+    try:
+        own, signals = Segment(size), Semaphores()
+        for rank in range(size):
+            signals.make(own.ready(rank))
+            signals.make(own.read(rank))
+    except (AttributeError, OSError):
+        return None
+    return own, signals
+
+
+def _open(told: list[int], size: int) -> tuple[Segment, Process] | None:
+    """Open the segment of a rank; None: there is none, it cannot be opened from here, or it is another one."""
+    where, pid, fd, *token = told
+    try:
+        if where != home():
+            return None
+        segment, process = Segment(size, (pid, fd)), Process(pid)
+    except (OSError, ValueError):
+        return None
+    return (segment, process) if [*segment.token] == token else None

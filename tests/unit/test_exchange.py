@@ -1,0 +1,255 @@
+"""Messages through shared memory, between exchanges that are all in this process, and what becomes of those that do not come."""
+
+import gc
+import os
+import random
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from cp_runtime.engine.exchange import exchange, segment, signals
+
+PIECE = 64
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    monkeypatch.setattr(exchange, "PIECE", PIECE)
+
+
+def made(ranks=2, pids=(), timeout=20.0):
+    """The exchanges of all ranks. `pids`: of their processes, where another one ends in their place."""
+    own = [exchange._make(ranks)[0] for _ in range(ranks)]
+    pids = pids or [os.getpid()] * ranks
+    found = []
+    for rank in range(ranks):
+        opened = [exchange._open([exchange.home(), os.getpid(), each.fd, *each.token], ranks)[0] for each in own]
+        found.append(exchange.Exchange(rank, opened, [signals.Process(pid) for pid in pids], signals.Semaphores(), timeout))
+    return found
+
+
+def numbers(count, start=0):
+    return torch.arange(start, start + count).to(torch.uint8)
+
+
+def send(one, to, tensor):
+    one.messages((), [(to, tensor)])
+
+
+def coming(one, source, count):
+    """What will arrive, and where."""
+    target = torch.zeros(count, dtype=torch.uint8)
+    return one.messages([(source, target)], ()), target
+
+
+def test_messages_of_all_sizes_arrive_in_order():
+    """In pieces and in none, to several ranks at a time, while memory is used again."""
+    draw, ranks = random.Random(0), made(3)
+    for _ in range(50):
+        size = draw.choice([1, PIECE - 1, PIECE, PIECE + 1, 5 * PIECE, draw.randrange(1, 20 * PIECE)])
+        own = [numbers(size, rank) for rank in range(3)]
+        targets = [torch.zeros(3, size, dtype=torch.uint8) for _ in range(3)]
+        works = []
+        for rank, one in enumerate(ranks):
+            others = [other for other in range(3) if other != rank]
+            arriving = [(other, targets[rank][other]) for other in others]
+            works.append(one.messages(arriving, [(other, own[rank]) for other in others]))
+        for rank, work in enumerate(works):
+            work.wait()
+            assert all(torch.equal(targets[rank][other], own[other]) for other in range(3) if other != rank)
+    assert all(len(one._free) + len({id(slot) for sent in one._sent for slot in sent}) <= 12 for one in ranks)
+
+
+def test_one_copy_serves_all_receivers():
+    one, two, three = made(3)
+    own = numbers(3 * PIECE)
+    one.messages((), [(1, own), (2, own)])
+    assert one.segments[0].size == one.segments[0].begin + 4096
+    for other in (two, three):
+        work, target = coming(other, 0, own.numel())
+        work.wait()
+        assert torch.equal(target, own)
+
+
+def test_memory_grows_with_the_messages_and_is_used_again():
+    one, two = made()
+    sizes = []
+    for count in (100, 100, 1 << 20, 1 << 20, 100, 1 << 20, 1 << 22):
+        work, target = coming(two, 0, count)
+        send(one, 1, numbers(count))
+        work.wait()
+        assert torch.equal(target, numbers(count))
+        sizes.append(one.segments[0].size - one.segments[0].begin)
+    assert sizes == [4096] * 2 + [4096 + (1 << 20)] * 4 + [4096 + (1 << 20) + (1 << 22)]
+    assert os.fstat(one.segments[0].fd).st_size == one.segments[0].size
+
+
+def test_a_sender_does_not_wait_for_its_receiver():
+    one, two = made()
+    for number in range(segment.KEPT):
+        send(one, 1, numbers(10, number))
+    for number in range(segment.KEPT):
+        work, target = coming(two, 0, 10)
+        work.wait()
+        assert torch.equal(target, numbers(10, number))
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2)], ids=str)
+def test_messages_may_be_waited_for_in_any_order_or_never(order):
+    """Memory of one that nobody waits for is used again, and none before it is read."""
+    one, two = made()
+    for turn in range(20):
+        works = [coming(two, 0, 3 * PIECE) for _ in range(3)]
+        for number in range(3):
+            send(one, 1, numbers(3 * PIECE, turn + number))
+        for number in order:
+            work, target = works[number]
+            work.wait()
+            assert torch.equal(target, numbers(3 * PIECE, turn + number))
+        del works, work
+    assert one.segments[0].size - one.segments[0].begin <= 6 * 4096
+
+
+def test_parts_are_read_where_they_lie():
+    """This rank's own part among them; empty ones are left out. None is overwritten before its release."""
+    ranks = made(3)
+    sent = [[8, 16, 0], [0, 8, 24], [32, 0, 8]]  # of every rank, for every rank
+    wanted = [[rank * 10 + to for rank in range(3) if sent[rank][to]] for to in range(3)]
+    before = []
+    for _ in range(5):
+        parts = []
+        for rank, one in enumerate(ranks):
+            space = one.space(sum(sent[rank]), torch.int64)
+            space.copy_(torch.cat([torch.full((nbytes // 8,), rank * 10 + to) for to, nbytes in enumerate(sent[rank])]))
+            parts.append(one.parts(space, sent[rank], [each[rank] for each in sent]))
+        for to, each in enumerate(parts):
+            assert [part.unique().item() for part in each.read()] == wanted[to]
+            assert [part.nbytes for part in each.read()] == [sent[rank][to] for rank in range(3) if sent[rank][to]]
+        for each in before:
+            each.release()
+        before = parts
+    assert all(one.segments[rank].size - one.segments[rank].begin <= 3 * 4096 for rank, one in enumerate(ranks))
+
+
+def test_what_is_made_and_never_sent_takes_no_memory():
+    one, _ = made()
+    for _ in range(10):
+        one.space(8 * PIECE, torch.uint8)
+    assert one.segments[0].size - one.segments[0].begin == 4096
+    space = one.space(0, torch.float32)
+    nothing = one.parts(space, [0, 0], [0, 0])
+    assert nothing.read() == []
+
+
+def test_an_idle_rank_gives_its_memory_back():
+    """Not while a message is under way, and both ranks still reach what comes later."""
+    one, two = made()
+    empty = one.segments[0].size
+    for count in (1 << 20, 100, 1 << 21):
+        one.space(PIECE, torch.uint8)  # and never sent
+        work, target = coming(two, 0, count)
+        send(one, 1, numbers(count))
+        one.trim()
+        assert one.segments[0].size > empty
+        work.wait()
+        assert torch.equal(target, numbers(count))
+        one.trim()
+        assert one.segments[0].size == os.fstat(one.segments[0].fd).st_size == empty
+
+
+@pytest.fixture
+def child():
+    """A process that ends when it is told to."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.parametrize("reaped", [True, False])
+def test_a_rank_that_ends_ends_the_wait_for_it(child, reaped):
+    _, two = made(pids=[child.pid, os.getpid()])
+    work, _ = coming(two, 0, 3 * PIECE)
+    child.kill()
+    if reaped:
+        child.wait()
+    began = time.monotonic()
+    with pytest.raises(dist.DistBackendError, match="Connection closed by peer: the process of rank 0 of the group has ended"):
+        work.wait()
+    assert time.monotonic() - began < 1
+
+
+def test_what_a_rank_sent_before_its_end_arrives(child):
+    one, two = made(pids=[child.pid, os.getpid()])
+    work, target = coming(two, 0, 3 * PIECE)
+    send(one, 1, numbers(3 * PIECE))
+    child.kill()
+    child.wait()
+    work.wait()
+    assert torch.equal(target, numbers(3 * PIECE))
+
+
+def test_a_wait_ends_with_the_timeout_and_takes_no_core():
+    one, two = made(timeout=0.6)
+    work, _ = coming(two, 0, 3 * PIECE)
+    took = exchange.pieces(PIECE)
+    one._signals.post(one.segments[0].ready(1))  # a piece, and not the others
+    began, worked = time.monotonic(), time.thread_time()
+    with pytest.raises(dist.DistBackendError, match=r"Timed out waiting 0\.6 s for rank 0 of the group"):
+        work.wait()
+    assert took == 1
+    assert 0.5 < time.monotonic() - began < 3
+    assert time.thread_time() - worked < 0.1
+
+
+def test_a_receiver_that_never_reads_is_waited_for_at_last():
+    one, _ = made(timeout=0.3)
+    for _ in range(segment.KEPT):
+        send(one, 1, numbers(1))
+    with pytest.raises(dist.DistBackendError, match="Timed out"):
+        send(one, 1, numbers(1))
+
+
+def test_only_the_memory_that_is_meant_is_opened(tmp_path):
+    """Numbers of processes and descriptors mean something else in another container or computer."""
+    own, _ = exchange._make(2)
+    other, _ = exchange._make(2)
+    here, pid = exchange.home(), os.getpid()
+    assert exchange._open([here, pid, own.fd, *own.token], 2) is not None
+    assert exchange._open([here + 1, pid, own.fd, *own.token], 2) is None
+    assert exchange._open([here, pid, other.fd, *own.token], 2) is None
+    assert exchange._open([here, pid, 1 << 20, *own.token], 2) is None
+    assert exchange._open([here, 1 << 30, own.fd, *own.token], 2) is None
+    with open(tmp_path / "short", "wb+") as file:
+        assert exchange._open([here, pid, file.fileno(), *own.token], 2) is None
+    assert exchange._open([0] * 5, 2) is None
+
+
+@pytest.mark.parametrize("lacks", ["sem_clockwait", "memfd_create", "room"])
+def test_without_what_it_takes_there_is_no_exchange(monkeypatch, lacks):
+    def no_room(*_):
+        raise OSError("no space left")
+
+    function = signals._function
+    if lacks == "room":
+        monkeypatch.setattr(os, "posix_fallocate", no_room)
+    elif lacks == "memfd_create":
+        monkeypatch.delattr(os, lacks)
+    else:
+        monkeypatch.setattr(signals, "_function", lambda library, name, *_: function(library, name.replace(lacks, "none_such")))
+    assert exchange._make(2) is None
+
+
+def test_nothing_is_left():
+    """No descriptors, and no files."""
+    before, files = len(os.listdir("/proc/self/fd")), sorted(os.listdir("/dev/shm"))
+    ranks = made(3)
+    send(ranks[0], 1, numbers(1 << 20))
+    assert sorted(os.listdir("/dev/shm")) == files
+    del ranks
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
