@@ -167,6 +167,6 @@ def _set_later(cls: type) -> frozenset[str]:
     return frozenset(found)
 
 
-def _assigned(code: CodeType) -> set[str]:
-    names = {str(each.argval) for each in dis.get_instructions(code) if each.opname == "STORE_ATTR"}
-    return names.union(*map(_assigned, (each for each in code.co_consts if isinstance(each, CodeType))))
+def _assigned(body: CodeType) -> set[str]:
+    names = {str(each.argval) for each in dis.get_instructions(body) if each.opname == "STORE_ATTR"}
+    return names.union(*map(_assigned, (each for each in body.co_consts if isinstance(each, CodeType))))
