@@ -8,6 +8,7 @@ import pytest
 from support import families
 from support.graphs import family_prompt, flux_prompt
 from support.latents import assert_close, differ
+from support.node_graphs import NodeCase, completed, node, picture
 from support.vae_graphs import vae_prompt
 
 pytestmark = pytest.mark.usefixtures("family_checkpoints", "vae_files")
@@ -83,6 +84,28 @@ def test_a_weight_between_two_prompts(served, server):
     expected = server.sample(make())
     words = r"code in ComfyUI's process changed the weight \S+ since the workers loaded"
     refused(server, words, make(model_nodes=[("TestChangedModel", {"kind": "weight"})]), make(), expected)
+
+
+@pytest.mark.parametrize("served", ["qwen"])
+def test_a_weight_of_a_model_patch_after_its_first_use(served, server):
+    """The ranks got it then."""
+    patch = {
+        "model_patch": node("TestModelPatch", kind="qwen", seed=3),
+        "vae": node("TestVae", seed=2, video=True),
+        "image": picture(80, 72),
+    }
+    case = NodeCase("QwenImageDiffsynthControlnet", {"strength": 3.0}, of(served), patch).at("model_nodes")
+
+    def make(changed=False):
+        prompt = completed(case.build(cp=CP), server)
+        if changed:
+            (user,) = (each for each in prompt.values() if each["class_type"] == "QwenImageDiffsynthControlnet")
+            prompt["changed"] = {"class_type": "TestChangedPatch", "inputs": {"model_patch": ["model_patch", 0]}}
+            user["inputs"]["model_patch"] = ["changed", 0]
+        return prompt
+
+    expected = server.sample(make())
+    refused(server, r"a node changed weight \S+ in a model patch after its first use", make(changed=True), make(), expected)
 
 
 @pytest.mark.parametrize(("name", "kind"), OF_A_VAE, ids=ids(OF_A_VAE))

@@ -147,6 +147,15 @@ def TestChangedVAE(vae: Any, kind: str) -> Any:
     return vae
 
 
+@node("MODEL_PATCH", again=True, model_patch="MODEL_PATCH")
+def TestChangedPatch(model_patch: Any) -> Any:
+    """Halve a weight of a model patch's network."""
+    weight = next(iter(model_patch.model.parameters()))
+    weight.data.mul_(0.5)
+    UNDO.append(lambda: weight.data.mul_(2.0))
+    return model_patch
+
+
 @node(again=True)
 def TestUnchanged() -> Any:
     """Take back what the others changed."""
