@@ -23,6 +23,7 @@ from support.server import CHECKOUT, CUSTOM_NODES, GGUF_NODES, ComfyServer
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = os.environ.get("CP_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
 KEEP = os.environ.get("CP_SCREENSHOTS", "") == "1"
+PIXELS = 1024 if KEEP else 512  # pixels of what is sampled: pictures show what two processes gain of a large one
 ARGUMENTS = [
     *("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update", "--disable-sync"),
     "--blink-settings=imageAnimationPolicy=2",  # thumbnails of templates show their first picture

@@ -6,13 +6,13 @@ import signal
 from functools import partial
 
 import pytest
-from browser.conftest import CP, KEEP, THEME, THEMES
+from browser.conftest import CP, KEEP, PIXELS, THEME, THEMES
 from playwright.sync_api import expect
 from support.faults import SLACK
 from support.graphs import flux_prompt
 
 PATIENCE = 20_000 * SLACK  # milliseconds
-LONG = {"width": 512, "height": 512, "steps": 30 if KEEP else 12}
+LONG = {"width": PIXELS, "height": PIXELS, "steps": 30 if KEEP else 12}
 SHORT = {**LONG, "steps": LONG["steps"] // 2}
 WATCH = """() => {
     const panel = document.querySelector('.cp-panel');
