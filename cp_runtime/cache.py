@@ -52,7 +52,7 @@ class CacheFile:
 
     def _read(self) -> dict[str, Any]:
         try:
-            with open(os.open(self._file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            with open(os.open(self._file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as file:
                 found = os.fstat(file.fileno())
                 if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_BYTES:
                     return {}

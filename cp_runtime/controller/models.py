@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -155,7 +154,7 @@ class Models:
             with contextlib.closing(SharedBlock()) as memory:  # not that of messages: the ranks keep it
                 with self._pool.named_errors("load"):
                     packer.write(memory.view(packer.nbytes))
-                request = replace(request, memory=(os.getpid(), memory.fd))
+                request = replace(request, memory=memory.address)
                 replies = self._pool.request(request, cancelled=cancelled)
                 target.verify(request, memory.view(memory.size), replies, self._pool.pids)  # all of it, as ranks see it
         except BaseException as error:

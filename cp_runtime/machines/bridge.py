@@ -85,11 +85,11 @@ class Bridge:
         with contextlib.suppress(OSError):
             self._machine.wire.send_now({"pool": self.name, **packet})
 
-    def add(self, rank: int, process: RemoteProcess, fds: Mapping[str, int]) -> None:
+    def add(self, rank: int, process: RemoteProcess, channel: socket.socket, fds: Mapping[str, int]) -> None:
         """Carry for one more rank. Its channel and the file for its stacks are duplicated."""
         with self._lock:
             self.processes[rank] = process
-            self._channels[rank] = Channel(socket.socket(fileno=os.dup(fds["channel_fd"])))
+            self._channels[rank] = Channel(channel.dup())
             self._stacks[rank] = os.dup(fds["stacks_fd"])
             if len(self.processes) == 1:
                 threading.Thread(target=self._run, name="context-parallel-bridge", daemon=True).start()

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from ..errors import UnsupportedError
+from ..system import HAS_MACHINES
 from ..version import VERSION
 
 _SAME = {
@@ -23,6 +25,12 @@ _SAME = {
     "dtypes": ("dtypes that devices multiply in", "Leave the older GPU out, or load a model in a dtype that both have."),
 }
 """By fact: its name, and the remedy where it differs."""
+
+
+def check_system() -> None:
+    """Raise UnsupportedError where computers cannot work for each other."""
+    if not HAS_MACHINES:
+        raise UnsupportedError("Computers work for each other on Linux and WSL2 only. Alone, this one uses its own devices.")
 
 
 def facts_of(comfyui: str | Path, kind: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import logging
 import os
 import queue
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -53,14 +54,14 @@ class Machine:
     def __str__(self) -> str:
         return f"{self.name} ({self.wire.peer})"
 
-    def start(self, spec: dict[str, Any], environment: dict[str, str], fds: dict[str, int]) -> RankProcess:
+    def start(self, spec: dict[str, Any], environment: dict[str, str], channel: socket.socket, fds: dict[str, int]) -> RankProcess:
         """Ask for a rank and return at once: see `OtherMachine.start`. It has its own machine's environment."""
         name = str(os.fstat(fds["board_fd"]).st_ino)
         bridge = self.bridges.get(name) or Bridge(self, name, spec["world_size"], fds)
         with LogPump(f"rank {spec['rank']} on {self.name}") as pump:
             process = RemoteProcess(bridge, spec["rank"], pump)
         self.bridges[name] = bridge
-        bridge.add(spec["rank"], process, fds)
+        bridge.add(spec["rank"], process, channel, fds)
         bridge.tell_now(start=spec)
         if self.lost:  # before, or meanwhile
             bridge.lost(MachineLost(self.lost))

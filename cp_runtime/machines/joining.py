@@ -20,7 +20,7 @@ import torch
 
 from ..errors import ContextParallelError, ProtocolError
 from ..pool.config import WorkerSite
-from .facts import devices_of, facts_of
+from .facts import check_system, devices_of, facts_of
 from .meeting import being_met
 from .relay import Place, Relay
 from .wire import Code, Refused, Wire
@@ -45,6 +45,7 @@ def run(argv: Sequence[str]) -> NoReturn:
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     try:
         invitation = Code.parse(sys.stdin.readline() if given.code == "-" else given.code)
+        check_system()
         comfyui = _comfyui_folder(argv[0])
     except ContextParallelError as error:
         sys.exit(str(error))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import socket
 import threading
 import time
@@ -22,7 +21,7 @@ from ..pool.board import Inherited
 from ..pool.channel import Channel, Closed, SharedBlock, ready
 from ..pool.config import WorkerSite
 from ..pool.failures import death
-from ..pool.launcher import child_environment, name_limit
+from ..pool.launcher import child_environment, content_of, name_limit
 from ..pool.messages import Frame, Load, pack, unpack
 from ..pool.processes import WAITING, RankProcess
 from ..pool.rank_program import PACKAGE, import_by_name
@@ -142,9 +141,8 @@ class Relay:
         ours, theirs = socket.socketpair()
         with theirs:
             ranks.channels[rank] = Channel(ours)
-            fds = {"channel_fd": theirs.fileno(), **ranks.inherited.descriptors(rank)}
             ranks.processes[rank] = process
-            process.begin(spec, environment | interfaces(self._wire.own), fds)
+            process.begin(spec, environment | interfaces(self._wire.own), theirs, ranks.inherited.descriptors(rank))
 
     def _pass_on(self, frame: Frame) -> None:
         self._ranks.inherited.board.undecided()
@@ -176,7 +174,7 @@ class Relay:
             self._kept.view(len(tensors)).copy_(torch.frombuffer(tensors, dtype=torch.uint8))
         else:
             self._kept.view(0)
-        moved = replace(message, recipe=recipe, memory=(os.getpid(), self._kept.fd))
+        moved = replace(message, recipe=recipe, memory=self._kept.address)
         return unpack(pack(moved, frame.seq, frame.nbytes))
 
     def _watch(self) -> None:
@@ -239,7 +237,7 @@ class Relay:
         time.sleep(_STACKS)
         fd = ranks.inherited.stacks[rank]
         with contextlib.suppress(OSError):
-            self._wire.send({"pool": self._pool, "stacks": rank}, os.pread(fd, os.fstat(fd).st_size, 0))
+            self._wire.send({"pool": self._pool, "stacks": rank}, content_of(fd))
 
     def _end(self) -> None:
         """End the ranks that there are, and say so."""

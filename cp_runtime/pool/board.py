@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..system import system
 from .channel import SharedBlock
 from .launcher import memory_file, starting
 
@@ -188,7 +189,8 @@ class Inherited:
 
     def __init__(self, world_size: int) -> None:
         with contextlib.ExitStack() as opened, starting():
-            self.store, *self.stacks = (opened.enter_context(memory_file()).fileno() for _ in range(1 + world_size))
+            self.store = opened.enter_context(system.store_file())
+            self.stacks = [opened.enter_context(memory_file()).fileno() for _ in range(world_size)]
             self.request, self.response, self._board = (opened.enter_context(contextlib.closing(SharedBlock())) for _ in range(3))
             self.board = Board(self._board, world_size)
             self._cleanup = opened.pop_all()

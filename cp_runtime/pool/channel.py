@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import select
 import socket
 import struct
 import time
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import PoolError, PoolTimeout, ProtocolError
+from ..system import system
 from .messages import MAX_HEADER, Frame, unpack
 
 _LENGTH = struct.Struct("<Q")
@@ -35,9 +35,8 @@ class Channel:
         return self.sock.fileno()
 
     @property
-    def events(self) -> int:
-        """What to poll for."""
-        return select.POLLIN | (select.POLLOUT if self._unsent else 0)
+    def has_unsent(self) -> bool:
+        return bool(self._unsent)
 
     def send(self, frame: bytes) -> None:
         """Send a frame of `pack`: what there is no room for goes with the next `flush` or `receive`. Raises Closed."""
@@ -98,17 +97,15 @@ class Channel:
 def ready(channels: Mapping[int, Channel], timeout: float | None) -> list[int]:
     """Return the keys of channels that can be read from, or take more of what is unsent; wait for one for `timeout` seconds, None =
     without an end."""
-    poller, keys = select.poll(), {channel.fileno(): key for key, channel in channels.items()}
-    for channel in channels.values():
-        poller.register(channel, channel.events)
-    return [keys[fd] for fd, _ in poller.poll(None if timeout is None else timeout * 1000)]
+    keys = {channel.fileno(): key for key, channel in channels.items()}
+    return [keys[fd] for fd in system.ready_sockets({each.fileno(): each.has_unsent for each in channels.values()}, timeout)]
 
 
 class SharedBlock:
-    """Bytes that two processes map. A memfd: it has no name to leak and does not count against /dev/shm."""
+    """Bytes that two processes map."""
 
     def __init__(self, fd: int | None = None) -> None:
-        self.fd = os.memfd_create("context-parallel", os.MFD_CLOEXEC) if fd is None else fd
+        self.fd = system.memory_fd() if fd is None else fd
         self._mapped: Tensor | None = None
 
     def view(self, nbytes: int) -> Tensor:
@@ -117,7 +114,7 @@ class SharedBlock:
         wanted = max(nbytes, mmap.PAGESIZE)
         if self.size < wanted:
             try:
-                os.posix_fallocate(self.fd, 0, wanted)  # fails here, and not by a signal at the first write
+                system.reserve(self.fd, wanted)
             except OSError as error:
                 raise PoolError(
                     f"no room for {wanted / 2**20:.1f} MB of shared memory between ComfyUI and the workers: {error.strerror}. "
@@ -128,6 +125,11 @@ class SharedBlock:
         return self._mapped[:nbytes]
 
     @property
+    def address(self) -> tuple[int, int]:
+        """Where other processes of this user find it: see `Worker.keep`."""
+        return os.getpid(), system.number_of(self.fd)
+
+    @property
     def size(self) -> int:
         """Current size in bytes. Raises PoolError when the block is closed."""
         if self.fd < 0:
@@ -135,9 +137,9 @@ class SharedBlock:
         return os.fstat(self.fd).st_size
 
     def trim(self, limit: int) -> None:
-        """Give memory above `limit` bytes back. Mappings stay and get their pages again when the block grows again."""
+        """Give memory above `limit` bytes back."""
         if self.size > limit:
-            os.ftruncate(self.fd, limit)
+            system.shrink(self.fd, limit)
 
     def close(self) -> None:
         """Release the descriptor. Views that are still alive keep their mapping."""

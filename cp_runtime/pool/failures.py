@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import signal
 import stat
 import tempfile
 import time
@@ -15,9 +14,11 @@ from pathlib import Path
 import torch
 
 from ..errors import MAX_SHOWN, MirrorError, PoolError, PoolTimeout, RankError, RankOutOfMemory, UnsupportedError
+from ..system import system
 from ..version import VERSION
 from .board import SILENT, Progress
 from .config import RuntimeConfig
+from .launcher import content_of
 from .messages import Failure, Report
 from .peers import shm_advice
 from .processes import RankProcess
@@ -156,10 +157,9 @@ def _describe_exit(code: int | None) -> tuple[str, str]:
     """Return (kind, message) for an exit code."""
     if code is None:
         return "ProcessGone", "the process closed its channel and did not end."
-    if code < 0:
-        name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)  # real-time signals have no name
+    if name := system.name_of_exit(code):
         hint = " The kernel may have killed it for lack of memory." if name == "SIGKILL" else ""
-        return name, f"the process was ended by signal {name}.{hint}"
+        return name, f"the process ended with {name}.{hint}"
     return "ProcessExit", f"the process exited with code {code}."
 
 
@@ -187,7 +187,7 @@ def collect_stacks(files: Sequence[int], processes: Sequence[RankProcess], title
         out.write(f"{title}\nVersion {VERSION}\n")
         for rank, (process, state, fd) in enumerate(zip(processes, states, files, strict=True)):
             out.write(f"\n=== rank {rank}, pid {process.pid}, {state}\n")
-            out.write(os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace"))
+            out.write(content_of(fd).decode(errors="replace"))
     _remove_old()
     return Path(name)
 
@@ -209,7 +209,7 @@ def _remove_old() -> None:
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*.txt"):
         with contextlib.suppress(OSError):
             found = path.lstat()
-            if found.st_uid == os.getuid() and stat.S_ISREG(found.st_mode):
+            if found.st_uid == system.user() and stat.S_ISREG(found.st_mode):
                 own.append((found.st_mtime, path))
     for _, path in sorted(own)[:-KEEP]:
         with contextlib.suppress(OSError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import mmap
 import os
 import stat
 import tempfile
@@ -16,6 +17,7 @@ from io import FileIO
 
 from ..cache import cache_folder
 from ..errors import PoolError
+from ..system import system
 
 log = logging.getLogger("context_parallel")
 
@@ -27,7 +29,7 @@ _FOREIGN = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "L
 
 def memory_file(content: bytes = b"") -> FileIO:
     """Make a file without a name, for processes that inherit its descriptor. Nothing stays, whatever ends them."""
-    file = FileIO(os.memfd_create("context-parallel", os.MFD_CLOEXEC), "r+")
+    file = FileIO(system.memory_fd(), "r+")
     try:
         with open(file.fileno(), "wb", closefd=False) as writer:
             writer.write(content)
@@ -35,6 +37,13 @@ def memory_file(content: bytes = b"") -> FileIO:
         file.close()
         raise
     return file
+
+
+def content_of(fd: int) -> bytes:
+    """Return what is in a file of `memory_file`, wherever others who have it open read or write."""
+    size = os.fstat(fd).st_size
+    with contextlib.closing(mmap.mmap(fd, size, access=mmap.ACCESS_READ) if size else mmap.mmap(-1, 1)) as pages:
+        return pages[:size]
 
 
 def _compiled_folder() -> str:
@@ -58,13 +67,13 @@ def _compiled_folder() -> str:
 @lru_cache
 def _temporary_folder() -> str:
     """Return a folder for temporary files that is this user's alone; the same in every process if nobody else has made it."""
-    folder = os.path.join(tempfile.gettempdir(), f"comfyui-context-parallel-{os.getuid()}")
+    folder = os.path.join(tempfile.gettempdir(), f"comfyui-context-parallel-{system.user()}")
     with contextlib.suppress(OSError):
         os.mkdir(folder, 0o700)
         return folder
     with contextlib.suppress(OSError):
         found = os.lstat(folder)
-        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == system.user() and not found.st_mode & 0o022:
             return folder
     return tempfile.mkdtemp(prefix="comfyui-context-parallel-")
 
@@ -72,7 +81,7 @@ def _temporary_folder() -> str:
 def child_environment(device_type: str, world_size: int) -> dict[str, str]:
     """Return the environment of a rank. The UI process's own is never written."""
     env = {k: v for k, v in os.environ.items() if k not in _FOREIGN and not k.startswith("TORCHELASTIC_")}
-    env |= dict.fromkeys(_INTERFACES, "lo")
+    env |= dict.fromkeys(_INTERFACES, system.loopback())
     env["TORCHINDUCTOR_CACHE_DIR"] = _compiled_folder()
     env.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # in the rank itself: more would be processes that outlive it
     if device_type == "cuda":

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import json
 import logging
 import os
-import signal
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Mapping
@@ -18,15 +13,15 @@ from pathlib import Path
 from subprocess import _args_from_interpreter_flags as interpreter_options  # type: ignore[attr-defined]  # multiprocessing uses it
 from typing import Any, Protocol
 
+from ..system import system
 from .config import WorkerSite
-from .launcher import LogPump, memory_file
+from .launcher import LogPump
 
 log = logging.getLogger("context_parallel")
 
 PROGRAM = Path(__file__).with_name("rank_program.py")
 _OWN = "CP_"  # names of variables that only our code reads, which a rank gets when it is told which one it is
 _SAME_ORDER = {"PYTHONHASHSEED": "0"}  # of sets of strings, on all ranks
-STACKS = getattr(signal, "SIGUSR1", 0)  # pools need Linux; elsewhere this is only imported
 
 
 class RankProcess:
@@ -58,24 +53,16 @@ class RankProcess:
 
     @property
     def state(self) -> str:
-        """What the kernel says it does: see `process_state`."""
-        return process_state(self.pid)
+        """What the kernel says it does, such as "sleeping" or "stopped"; "gone" where there is no such process."""
+        return system.process_state(self.pid)
 
     def write_stacks(self) -> None:
-        """Have it write its stacks: its main thread, before it runs on, so that its stack is the one of the hang.
-
-        A signal to the process goes to any thread once a stopped process runs again, and the main one has moved on by then.
-        """
-        tgkill = getattr(ctypes.CDLL(None), "tgkill", None)  # glibc 2.30 and newer
-        if tgkill is None:
-            self.send_signal(STACKS)
-        else:
-            tgkill(self.pid, self.pid, STACKS)
-        self.send_signal(signal.SIGCONT)  # a stopped one has to run to write
+        """Have it write its stacks into the file that it has for them."""
+        raise NotImplementedError
 
     def kill(self) -> None:
         """End it now."""
-        self.send_signal(signal.SIGKILL)
+        self.send_signal(system.KILL)
 
     def ended(self, status: int, error: Exception | None = None) -> None:
         """Note that it has ended."""
@@ -91,59 +78,49 @@ class LocalProcess(RankProcess):
     """
 
     def __init__(self, site: WorkerSite, environment: dict[str, str]) -> None:
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._messages = system.Messages({"parent": os.getpid(), "path": site.path, "argv": site.argv, "preload": site.preload})
         try:
-            with theirs, LogPump("rank") as log:
+            with LogPump("rank") as log:
                 super().__init__(log)
-                self._send({"parent": os.getpid(), "path": site.path, "argv": site.argv, "preload": site.preload})
                 started: Future[int] = Future()
-                run = threading.Thread(target=self._run, args=(started, environment, theirs.fileno()), daemon=True)
+                run = threading.Thread(target=self._run, args=(started, environment), daemon=True)
                 run.name = "context-parallel-rank"
                 run.start()
                 self.pid = started.result()
         except BaseException:
-            self._socket.close()
+            self._messages.close()
             raise
 
-    def begin(self, spec: dict[str, Any], environment: dict[str, str], fds: dict[str, int]) -> None:
-        """Have it be a rank. `spec`: see `worker.Worker`. `fds`: descriptors that it inherits, by their names there."""
+    def begin(self, spec: dict[str, Any], environment: dict[str, str], channel: socket.socket, fds: dict[str, int]) -> None:
+        """Have it be a rank. `spec`: see `worker.Worker`. `channel`: its end. `fds`: descriptors that it inherits, by their names
+        there."""
         self.log.name = f"rank {spec['rank']}"
-        # It may have ended, or been killed: its channel will say so.
-        with self._lock, self._socket, contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            if self._socket.fileno() != -1:
-                self._send({**spec, "environment": environment, "descriptors": list(fds)}, *fds.values())
+        with self._lock:  # it may have ended, or been killed: its channel will say so
+            self._messages.send({**spec, "environment": environment}, fds, {"channel_fd": channel})
+
+    def write_stacks(self) -> None:
+        with self._lock:
+            if self.returncode is None:
+                self._messages.request_stacks(self.pid)
 
     def kill(self) -> None:
         with self._lock:
-            self._socket.close()
+            self._messages.close()
         super().kill()
 
-    def _send(self, message: dict[str, Any], *fds: int) -> None:
-        with memory_file(json.dumps(message).encode()) as file:
-            socket.send_fds(self._socket, [b"\0"], [file.fileno(), *fds])
-
-    def _run(self, started: Future[int], environment: dict[str, str], fd: int) -> None:
-        """Start it and wait for its end: a child that asked for a signal at its parent's death gets it when the *thread* that
-        started it ends."""
+    def _run(self, started: Future[int], environment: dict[str, str]) -> None:
+        """Start it and wait for its end, in the thread that must not end before: see `system.end_with`."""
         try:
-            with open(os.devnull, "rb") as nothing:  # subprocess.DEVNULL stays open where a later descriptor cannot be had
-                process = subprocess.Popen(
-                    [sys.executable, *interpreter_options(), "-u", str(PROGRAM), str(fd)],
-                    env=_SAME_ORDER | environment,
-                    pass_fds=[fd],
-                    stdin=nothing,
-                    stdout=self.log.fd,
-                    stderr=self.log.fd,
-                    start_new_session=True,  # Ctrl-C in the terminal reaches this process only
-                )
+            command = [sys.executable, *interpreter_options(), "-u", str(PROGRAM)]
+            process = self._messages.start(command, _SAME_ORDER | environment, self.log.fd)
         except BaseException as error:  # noqa: BLE001  (raised where it is waited for)
             started.set_exception(error)
             return
         started.set_result(process.pid)
-        with contextlib.suppress(ChildProcessError):  # code of others has waited for all children
-            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        system.wait_for(process)
         with self._lock:
             self.ended(process.wait())
+            self._messages.close()
 
 
 class Waiting:
@@ -188,19 +165,10 @@ class Waiting:
 WAITING = Waiting()
 
 
-def process_state(pid: int) -> str:
-    """Return what the kernel says a process does, such as "sleeping" or "stopped"; "gone" if there is no such process."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return "gone"
-    return next((line.partition("(")[2].rstrip(")") for line in lines if line.startswith("State:")), "unknown")
-
-
 class OtherMachine(Protocol):
     """A machine that starts ranks."""
 
-    def start(self, spec: dict[str, Any], environment: dict[str, str], fds: dict[str, int]) -> RankProcess:
+    def start(self, spec: dict[str, Any], environment: dict[str, str], channel: socket.socket, fds: dict[str, int]) -> RankProcess:
         """Ask for a rank and return at once. It reads commands and writes reports as if it had inherited the descriptors."""
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from ..system import system
+
 DEVICES = Path("/sys/bus/pci/devices")
 MOST = 4  # threads: what is left for the host are copies, and those of many threads wait for each other
 
@@ -19,12 +21,12 @@ def stay_near(device: torch.device, ranks: int) -> None:
 
     Not by the environment of ranks: it would differ with their number, and then what was imported ahead would be of no use.
     """
-    cores = os.sched_getaffinity(0)
+    cores = system.cores()
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, min(MOST, len(cores) // (ranks + 1))))
     if near := _near(device) & cores:
         with contextlib.suppress(OSError):  # a container may forbid it
-            os.sched_setaffinity(0, near)
+            system.keep_to(near)
 
 
 def _near(device: torch.device) -> set[int]:

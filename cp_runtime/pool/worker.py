@@ -20,7 +20,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,8 +30,8 @@ from ..engine.exchange.exchange import trim as trim_exchanges
 from ..engine.measuring import device_name, measure
 from ..engine.ranks.collectives import CommStats, wait_for
 from ..engine.ranks.mesh import BatchMesh
-from ..engine.weights.pages import trim_heap
 from ..errors import PoolTimeout, ProtocolError
+from ..system import system
 from .board import Board, CancelPoints, start_heartbeat
 from .channel import Channel, Closed, SharedBlock
 from .launcher import name_limit
@@ -125,7 +124,7 @@ class Worker:
             raise dist.DistBackendError(f"this torch has no {backend}")
         dist.init_process_group(
             backend,
-            store=dist.FileStore(f"/proc/self/fd/{self.spec['store_fd']}", self.world_size),
+            store=dist.FileStore(system.path_of(self.spec["store_fd"]), self.world_size),
             rank=self.rank,
             world_size=self.world_size,
             timeout=self.timeout,
@@ -183,7 +182,7 @@ class Worker:
         """Wait for the next message. A rank that has been idle for a while gives its free memory back."""
         with contextlib.suppress(PoolTimeout):
             return self.channel.receive(time.monotonic() + IDLE)
-        trim_heap()
+        system.trim_heap()
         trim_exchanges()
         return self.channel.receive()
 
@@ -198,12 +197,12 @@ class Worker:
 
     def keep(self, memory: tuple[int, int]) -> Tensor:
         """Return bytes that the controller left for all ranks; they live as long as a tensor on them. What a rank writes there
-        stays in that rank. `memory`: process id and descriptor. Raises ProtocolError: there is no such memory."""
+        stays in that rank. `memory`: the address of a `SharedBlock`. Raises ProtocolError: there is no such memory."""
         try:
-            with open("/proc/{}/fd/{}".format(*memory), "rb") as file:
-                return torch.frombuffer(mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE), dtype=torch.uint8)
+            with open(system.foreign_fd(*memory), "rb") as file:
+                return torch.frombuffer(system.private_pages(file.fileno()), dtype=torch.uint8)
         except (OSError, ValueError) as error:
-            raise ProtocolError(f"no memory of process {memory[0]} under descriptor {memory[1]}: {error}") from error
+            raise ProtocolError(f"no memory of process {memory[0]} under number {memory[1]}: {error}") from error
 
     def result(self, value: Any) -> Value:
         """Hand a value of rank 0 to the controller through shared memory."""
@@ -291,17 +290,9 @@ def failure(error: Exception, stats: CommStats, device: torch.device) -> Failure
     )
 
 
-def host_bytes(pid: int) -> int:
-    """Return the host memory of a process, in bytes; 0 when it is gone."""
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0
-
-
 def memory_of(device: torch.device, details: bool = False) -> Memory:
     """Return the memory that this process takes, in bytes. `details`: with what is in use, reserved and free on the device."""
-    host = host_bytes(os.getpid())
+    host = system.host_bytes(os.getpid())
     if device.type == "cpu":
         return Memory(host=host, device=0)
     module = torch.get_device_module(device)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,6 +18,7 @@ from ..engine.measuring import Measured
 from ..engine.ranks.mesh import reduced
 from ..engine.ranks.sharding import Shares
 from ..errors import ContextParallelError, PoolError, RankError
+from ..system import system
 from .board import Inherited, Progress
 from .channel import Channel, Closed, ready
 from .collection import Collection, ModuleTimes, Outcome, SendCancel
@@ -283,15 +283,15 @@ class WorkerPool:
         here = WAITING.take(self.site, environment, local)
         self.processes[:local] = here  # an earlier start's until now: the status must find one
         for rank in range(self.world_size):
-            ours, theirs = socket.socketpair()
+            ours, theirs = system.socket_pair()
             self.channels.append(Channel(ours))
             with theirs:
                 spec, own = self._spec(rank, way), environment | way.environment | across | (as_host(rank) if hosts else {})
-                inherited = {"channel_fd": theirs.fileno(), **self.inherited.descriptors(rank)}
+                fds = self.inherited.descriptors(rank)
                 if rank < local:
-                    here[rank].begin(spec, own, inherited)
+                    here[rank].begin(spec, own, theirs, fds)
                 else:
-                    self.processes[rank : rank + 1] = [self._machine(rank).start(spec, own, inherited)]
+                    self.processes[rank : rank + 1] = [self._machine(rank).start(spec, own, theirs, fds)]
 
     def _machine(self, rank: int) -> OtherMachine:
         """Return the other machine of a rank. Raises PoolError: it is gone."""

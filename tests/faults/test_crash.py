@@ -57,7 +57,7 @@ def test_killed_while_the_others_are_in_a_collective(fault_server, expected, ran
 ENDS = {
     "exit": "ProcessExit: the process exited with code 1",
     "sysexit": "ProcessExit: the process exited with code 0",
-    "segv": "SIGSEGV: the process was ended by signal SIGSEGV",
+    "segv": "SIGSEGV: the process ended with SIGSEGV",
     "uncaught": "BaseException: injected: uncaught",
 }
 

@@ -1,5 +1,6 @@
 """Cases 8 to 14: a rank that does not go on costs one deadline, and the error names it."""
 
+import contextlib
 import re
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from support.pools import echo, hold, make_pool, small_pool
 
 from cp_runtime.errors import PoolTimeout
 from cp_runtime.pool.failures import collect_stacks
-from cp_runtime.pool.processes import RankProcess, process_state
+from cp_runtime.system import system
 
 DEADLINE = 3.5
 CP = {"world_size": 2, "step_timeout": DEADLINE}
@@ -71,7 +72,13 @@ def test_no_room_for_stacks_keeps_the_error(tmp_path, monkeypatch):
 class Child(subprocess.Popen):
     """A process that can be asked for its stacks as a rank is."""
 
-    state, write_stacks = RankProcess.state, RankProcess.write_stacks
+    @property
+    def state(self):
+        return system.process_state(self.pid)
+
+    def write_stacks(self):
+        with contextlib.closing(system.Messages({})) as messages:
+            messages.request_stacks(self.pid)
 
 
 def test_a_stopped_rank_writes_the_stack_it_was_stopped_at(tmp_path):
@@ -92,7 +99,7 @@ def test_a_stopped_rank_writes_the_stack_it_was_stopped_at(tmp_path):
         process = Child([sys.executable, "-c", code, str(target)], stdout=subprocess.PIPE)
         try:
             process.stdout.readline()
-            while process_state(process.pid) != "stopped":
+            while process.state != "stopped":
                 time.sleep(0.01)
             with target.open("rb") as file:
                 written = collect_stacks([file.fileno()], [process], "title")

@@ -88,7 +88,7 @@ def test_one_that_is_killed_as_it_is_needed_is_named(waiting, monkeypatch):
 
     monkeypatch.setattr(WAITING, "take", kill)
     watch = Stopwatch("44 SIGKILL of a process before it is a rank")
-    with pytest.raises(RankError, match=r"rank 1 .*SIGKILL: the process was ended by signal SIGKILL"):
+    with pytest.raises(RankError, match=r"rank 1 .*SIGKILL: the process ended with SIGKILL"):
         make_pool().start()
     watch.within(2, "the start fails")
     assert wait_gone(ahead, 1) == []

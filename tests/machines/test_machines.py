@@ -235,7 +235,7 @@ def test_measure(devices, weights, two):
 
 RANK_FAULTS = {
     "error": "rank 1 (pid {pid}) failed: RuntimeError: injected: error (on the computer pc2 (10.77.0.2))",
-    "kill": "rank 1 (pid {pid}) failed: SIGKILL: on the computer pc2 (10.77.0.2): the process was ended by signal SIGKILL. The",
+    "kill": "rank 1 (pid {pid}) failed: SIGKILL: on the computer pc2 (10.77.0.2): the process ended with SIGKILL. The",
     "uncaught": "raise error\nBaseException: injected: uncaught",  # what it wrote last
     "sleep": "rank 1 (pid {pid}) is furthest behind",
     "stop": "rank 1 (pid {pid}) is furthest behind",

@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cp_runtime.engine.exchange import exchange, segment, signals
+from cp_runtime.engine.exchange import exchange, segment
+from cp_runtime.system import posix, system
 
 PIECE = 64
 
@@ -23,12 +24,13 @@ def small_pieces(monkeypatch):
 
 def made(ranks=2, pids=(), timeout=20.0):
     """The exchanges of all ranks. `pids`: of their processes, where another one ends in their place."""
-    own = [exchange._make(ranks)[0] for _ in range(ranks)]
+    own = [exchange._make(ranks) for _ in range(ranks)]
     pids = pids or [os.getpid()] * ranks
     found = []
     for rank in range(ranks):
-        opened = [exchange._open([exchange.home(), os.getpid(), each.fd, *each.token], ranks)[0] for each in own]
-        found.append(exchange.Exchange(rank, opened, [signals.Process(pid) for pid in pids], signals.Semaphores(), timeout))
+        told = [[system.home(), os.getpid(), each.number, *each.token] for each, _ in own]
+        opened = [exchange._open(numbers, ranks, own[rank][1])[0] for numbers in told]
+        found.append(exchange.Exchange(rank, opened, [system.Process(pid) for pid in pids], own[rank][1], timeout))
     return found
 
 
@@ -197,7 +199,7 @@ def test_a_wait_ends_with_the_timeout_and_takes_no_core():
     one, two = made(timeout=0.6)
     work, _ = coming(two, 0, 3 * PIECE)
     took = exchange.pieces(PIECE)
-    one._signals.post(one.segments[0].ready(1))  # a piece, and not the others
+    one._signals.post(one.segments[0].ready[1])  # a piece, and not the others
     began, worked = time.monotonic(), time.thread_time()
     with pytest.raises(dist.DistBackendError, match=r"Timed out waiting 0\.6 s for rank 0 of the group"):
         work.wait()
@@ -216,17 +218,17 @@ def test_a_receiver_that_never_reads_is_waited_for_at_last():
 
 def test_only_the_memory_that_is_meant_is_opened(tmp_path):
     """Numbers of processes and descriptors mean something else in another container or computer."""
-    own, _ = exchange._make(2)
+    own, signals = exchange._make(2)
     other, _ = exchange._make(2)
-    here, pid = exchange.home(), os.getpid()
-    assert exchange._open([here, pid, own.fd, *own.token], 2) is not None
-    assert exchange._open([here + 1, pid, own.fd, *own.token], 2) is None
-    assert exchange._open([here, pid, other.fd, *own.token], 2) is None
-    assert exchange._open([here, pid, 1 << 20, *own.token], 2) is None
-    assert exchange._open([here, 1 << 30, own.fd, *own.token], 2) is None
+    here, pid = system.home(), os.getpid()
+    assert exchange._open([here, pid, own.number, *own.token], 2, signals) is not None
+    assert exchange._open([here + 1, pid, own.number, *own.token], 2, signals) is None
+    assert exchange._open([here, pid, other.number, *own.token], 2, signals) is None
+    assert exchange._open([here, pid, 1 << 20, *own.token], 2, signals) is None
+    assert exchange._open([here, 1 << 30, own.number, *own.token], 2, signals) is None
     with open(tmp_path / "short", "wb+") as file:
-        assert exchange._open([here, pid, file.fileno(), *own.token], 2) is None
-    assert exchange._open([0] * 5, 2) is None
+        assert exchange._open([here, pid, file.fileno(), *own.token], 2, signals) is None
+    assert exchange._open([0] * 5, 2, signals) is None
 
 
 @pytest.mark.parametrize("lacks", ["sem_clockwait", "memfd_create", "room"])
@@ -234,13 +236,13 @@ def test_without_what_it_takes_there_is_no_exchange(monkeypatch, lacks):
     def no_room(*_):
         raise OSError("no space left")
 
-    function = signals._function
+    function = posix._function
     if lacks == "room":
         monkeypatch.setattr(os, "posix_fallocate", no_room)
     elif lacks == "memfd_create":
         monkeypatch.delattr(os, lacks)
     else:
-        monkeypatch.setattr(signals, "_function", lambda library, name, *_: function(library, name.replace(lacks, "none_such")))
+        monkeypatch.setattr(posix, "_function", lambda library, name, *_: function(library, name.replace(lacks, "none_such")))
     assert exchange._make(2) is None
 
 

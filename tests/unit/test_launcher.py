@@ -108,7 +108,7 @@ def test_what_nccl_is_told_unless_the_user_says_otherwise(monkeypatch, name):
 def test_ranks_on_one_card_are_computers_of_their_own_to_nccl(device, backend, hosts, monkeypatch):
     given: list[dict[str, str]] = []
     rank = SimpleNamespace(
-        begin=lambda _, environment, __: given.append(environment),
+        begin=lambda _, environment, *__: given.append(environment),
         kill=lambda: None,
         wait=lambda _: True,
         log=SimpleNamespace(finish=list),

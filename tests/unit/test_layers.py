@@ -5,7 +5,7 @@ import ast
 import pytest
 from support.package import ROOT
 
-BASE = {"errors", "compat", "nested", "version", "comfyui", "cache", "words"}
+BASE = {"errors", "compat", "nested", "version", "comfyui", "cache", "words", "system"}
 PARTS = {"engine/attention", "engine/weights"}
 ENGINE = {*BASE, "engine", "engine/ranks", "engine/exchange", *PARTS}
 BELOW_COMFY = {*ENGINE, "families", "vaes", "pool"}  # more of them for the side in ComfyUI's process
@@ -17,6 +17,7 @@ LAYERS = {
     "comfyui": set(),
     "cache": set(),
     "words": set(),
+    "system": {"system"},
     "engine/exchange": {*BASE, "engine/exchange"},
     "engine/ranks": {*BASE, "engine/ranks", "engine/exchange"},
     **{part: {*BASE, "engine/ranks", part} for part in PARTS},

@@ -34,9 +34,10 @@ from ...engine.ranks.mesh import Stage
 from ...engine.ranks.sharding import Shares
 from ...engine.weights.blocks import Block
 from ...engine.weights.cast import memory_of, plain, settle
-from ...engine.weights.pages import give_back, inside, mapped, trim_heap
+from ...engine.weights.pages import give_back, inside, mapped
 from ...engine.weights.sharded import ShardedWeights
 from ...nested import alias, is_plain_storage_subclass, stored
+from ...system import system
 from ..shared.loading import parameters_of
 from ..shared.patches import changes_shape
 from ..shared.recipe import Recipe
@@ -279,7 +280,7 @@ class ShardedWeightsPatcher(PartialWeightsPatcher):
             block.put([plain(weight) for weight in parameters])
             shards.keep(block.name, self._patched(block, device_to))
             give_back(parameters, pages)
-            trim_heap()  # free the gaps that patching left between the remaining weights
+            system.trim_heap()  # free the gaps that patching left between the remaining weights
             self.cp_progress.add(parameters)
 
     def _remove(self) -> None:
@@ -329,7 +330,7 @@ class StagedWeightsPatcher(PartialWeightsPatcher):
         weights.leave_out()
         for parameters in others.values():
             give_back(parameters, pages)
-        trim_heap()
+        system.trim_heap()
         self.cp_stage = weights
 
     def _remove(self) -> None:

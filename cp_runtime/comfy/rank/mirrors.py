@@ -25,7 +25,6 @@ from ...engine.cost import CallWork, DegreePlanner
 from ...engine.graphs import Graphs
 from ...engine.ranks.mesh import BatchMesh, SequenceMesh
 from ...engine.state import CallState
-from ...engine.weights.pages import trim_heap
 from ...errors import CompileError, MirrorError
 from ...families import plan_for
 from ...nested import stored, tensors
@@ -33,6 +32,7 @@ from ...pool.messages import AttachNetwork, Call, CallOutcome, Load, Loaded, Sta
 from ...pool.protocol import read_tensor, unflatten
 from ...pool.settings import OFFLOADED, STAGED, WHOLE
 from ...pool.tensor_cache import owned
+from ...system import system
 from ..shared.loading import LoadedModel, load_recipe
 from ..shared.modules import layers_of
 from ..shared.patches import decode_weight_patches
@@ -260,7 +260,7 @@ class Mirrors:
                 forget(ATTACHED.pop(key))
         gc.collect()  # modules and hooks refer to each other
         model_management.soft_empty_cache()
-        trim_heap()
+        system.trim_heap()
 
     def make_room(self, key: str | None) -> None:
         """Free cached device memory. With `key` that model and all networks leave the device until their next call."""

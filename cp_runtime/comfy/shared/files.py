@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from ...errors import ChangedFileError
+from ...system import system
 from .recipe import FileStamp, date, file_stamp, readable
 
 
@@ -38,7 +39,7 @@ class ModelFiles:
     @property
     def path(self) -> str:
         """A path of the first file that leads to it in this process, whatever has its name."""
-        return f"/proc/self/fd/{next(iter(self._files))}"
+        return system.path_of(next(iter(self._files)))
 
     def check(self) -> None:
         """Raise ChangedFileError if one was written to. The time of the write may have been put back; that of the inode cannot."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -50,10 +49,10 @@ def apply_to_model(model: Any, config: RuntimeConfig | None = None) -> Any:
     if not isinstance(config, RuntimeConfig):  # ComfyUI accepts any JSON in place of a link
         raise bad_value("cp_config", config, "the output of a CP Config node, or nothing", "Connect one, or none for all devices.")
     alone = nothing_to_share()
-    if alone is not None and (config.world_size == 1 or sys.platform != "linux"):
+    if alone is not None and (config.world_size == 1 or alone.is_final):
         log.warning("the model passes through: %s", alone.words)
         CONTROLLER.journal.pass_through(executing_node())
-    if sys.platform != "linux":
+    if alone is not None and alone.is_final:
         return model
     if config.world_size == 1:
         log.info("context parallelism over one device: the model passes through")

@@ -21,7 +21,7 @@ from comfy.cli_args import args
 
 from ...controller.controller import Controller
 from ...errors import ChangedFileError, ConfigError, ContextParallelError, RankError, bad_value, check_switch
-from ...machines.facts import facts_of
+from ...machines.facts import check_system, facts_of
 from ...machines.host import Machines
 from ...machines.wire import parse_address
 from ...pool.config import DeviceInventory, RuntimeConfig, WorkerSite, has_code
@@ -201,6 +201,7 @@ atexit.register(CONTROLLER.close)
 
 def add_machines(address: str) -> str:
     """Listen for other machines on `address:port`, and return the code for them. Raises ContextParallelError."""
+    check_system()
     return str(OTHERS.open(*parse_address(address)))
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+
 from ...pool.config import DeviceInventory
+from ...system import HAS_POOLS, system
 from ...words import ENGLISH, Words, words_in
 
 HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ONEAPI_DEVICE_SELECTOR", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES")
@@ -20,7 +22,7 @@ class SingleDeviceReason:
     """One device computes, whatever the settings ask for; or CPUs do."""
 
     case: str  # key of its text, of "alone"
-    # variable, value: of the environment, where it hides devices
+    # variable, value: of the environment, where it hides devices; value: torch's version, where that is the reason
     variable: str = ""
     value: str = ""
 
@@ -32,17 +34,28 @@ class SingleDeviceReason:
         return self.said(words_in(ENGLISH))
 
     @property
+    def is_final(self) -> bool:
+        """Whether no setting helps."""
+        return self.case in ("platform", "torch_version")
+
+    @property
     def described(self) -> dict[str, Any]:
         """The reason for the browser: in words, and their parts."""
         return {**asdict(self), "words": self.words}
 
 
 def single_device_reason(
-    inventory: DeviceInventory, platform: str = sys.platform, environment: Mapping[str, str] = os.environ
+    inventory: DeviceInventory,
+    environment: Mapping[str, str] = os.environ,
+    has_pools: bool = HAS_POOLS,
+    torch_version: str = str(torch.__version__),
+    broken: Sequence[tuple[int, ...]] = system.BROKEN_GLOO,
 ) -> SingleDeviceReason | None:
     """Return why one device computes alone on this machine; None = there are several, or CPU ranks."""
-    if platform != "linux":
+    if not has_pools:
         return SingleDeviceReason(case="platform")
+    if tuple(map(int, torch_version.split(".")[:2])) in broken:
+        return SingleDeviceReason(case="torch_version", value=torch_version)
     if inventory.default_ranks > 1:
         return None
     hiding = next((name for name in HIDING if environment.get(name)), None)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import logging
 import math
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -34,7 +33,7 @@ from ..shared.vae import EXACT, INPUT, TILES
 from .obstacles import check_code, check_state
 from .patcher import ContextParallelPatcher, executing_node, raise_or_warn
 from .recipes import recipe_of
-from .runtime import CONTROLLER, are_here, default_config
+from .runtime import CONTROLLER, are_here, default_config, nothing_to_share
 from .target import notes_of
 
 log = logging.getLogger("context_parallel")
@@ -79,8 +78,9 @@ def run_vae(
         raise bad_value("mode", mode, ", ".join(MODES), "Leave it at auto unless you know better.")
     vae.throw_exception_if_invalid()
     on_one_device = tiles if mode == TILES else exact
-    if sys.platform != "linux" or config.world_size == 1:
-        log.info("the VAE runs on one device: context parallelism needs Linux and more than one rank")
+    alone = nothing_to_share()
+    if config.world_size == 1 or (alone is not None and alone.is_final):
+        log.info("the VAE runs on one device: %s", "there is one rank" if alone is None else alone.words)
         return on_one_device(vae)
     noise = draws_noise(vae.first_stage_model) if decodes else None
     if noise is not None and mode == AUTO:

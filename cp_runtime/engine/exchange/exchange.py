@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import mmap
 import os
-import zlib
 from collections import deque
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,8 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...compat import timeout_of
+from ...system import system
 from .segment import KEPT, Segment
-from .signals import OtherEnded, Process, Semaphores, TookTooLong
+from .signals import OtherEnded, Signals, TookTooLong
 
 PIECE = 8 << 20  # bytes: below, a copy takes the caches from others, and the time of another signal and call
 WASTE = 2  # a message may take memory that is up to so many times as large
@@ -126,7 +125,7 @@ class Exchange:
     """
 
     def __init__(
-        self, rank: int, segments: Sequence[Segment], processes: Sequence[Process], signals: Semaphores, timeout: float
+        self, rank: int, segments: Sequence[Segment], processes: Sequence[system.Process], signals: Signals, timeout: float
     ) -> None:
         self.rank, self.segments, self._processes, self._signals, self._timeout = rank, segments, processes, signals, timeout
         self._free: list[Slot] = []
@@ -190,7 +189,7 @@ class Exchange:
         """Wait until no more pieces of a message are missing. Those before it from the same rank come first."""
         source, due = arrival.source, self._due[arrival.source]
         while arrival.missing > missing:
-            self._take_signal(self.segments[source].ready(self.rank), source)
+            self._take_signal(self.segments[source].ready[self.rank], source)
             first = due[0]
             first.missing -= 1
             if not first.missing:
@@ -202,7 +201,7 @@ class Exchange:
         unread = self._unread[source]
         while unread and unread[0].is_read and not unread[0].missing:
             unread.popleft()
-            self._signals.post(self.segments[source].read(self.rank))
+            self._signals.post(self.segments[source].read[self.rank])
 
     def _expect(self, source: int, nbytes: int) -> Arrival:
         numbers = self._numbers[source]
@@ -217,7 +216,7 @@ class Exchange:
         own = self.segments[self.rank]
         for rank in ranks:
             if len(self._sent[rank]) == KEPT:
-                self._take_signal(own.read(rank), rank)
+                self._take_signal(own.read[rank], rank)
                 self.has_read(self._sent[rank].popleft())
             own.tell(rank, self._numbers[rank][0], at)
             self._numbers[rank][0] += 1
@@ -228,7 +227,7 @@ class Exchange:
                 count = min(PIECE, nbytes - begin)
                 own.view(at + begin, count).copy_(source if count == nbytes else source[begin : begin + count])
             for rank in ranks:
-                self._signals.post(own.ready(rank))
+                self._signals.post(own.ready[rank])
 
     def _take(self, nbytes: int) -> Slot:
         """Return memory that no rank reads any more, or more memory."""
@@ -243,7 +242,7 @@ class Exchange:
         """Note what receivers have read."""
         own = self.segments[self.rank]
         for rank, sent in enumerate(self._sent):
-            while sent and self._signals.try_take(own.read(rank)):
+            while sent and self._signals.try_take(own.read[rank]):
                 self.has_read(sent.popleft())
 
     def _drop_unsent(self) -> None:
@@ -251,10 +250,10 @@ class Exchange:
             self._free.append(self._open)
         self._open = None
 
-    def _take_signal(self, address: int, rank: int) -> None:
+    def _take_signal(self, semaphore: int, rank: int) -> None:
         process = self._processes[rank]
         try:
-            self._signals.take(address, process, self._timeout)
+            self._signals.take(semaphore, process, self._timeout)
         except OtherEnded:
             raise dist.DistBackendError(f"Connection closed by peer: the process of rank {rank} of the group has ended") from None
         except TookTooLong:
@@ -282,10 +281,10 @@ def trim() -> None:
 def connect(group: dist.ProcessGroup) -> Exchange | None:
     """Map the memory of all ranks, or of none: all ranks of the group call this, and get the same answer."""
     rank, size, made = dist.get_rank(group), dist.get_world_size(group), _make(dist.get_world_size(group))
-    own = torch.tensor([0] * 5 if made is None else [home(), os.getpid(), made[0].fd, *made[0].token])
+    own = torch.tensor([0] * 5 if made is None else [system.home(), os.getpid(), made[0].number, *made[0].token])
     told = [torch.zeros_like(own) for _ in range(size)]
     dist.all_gather(told, own, group=group)
-    opened = [each for numbers in told if (each := _open(numbers.tolist(), size)) is not None]
+    opened = [] if made is None else [each for numbers in told if (each := _open(numbers.tolist(), size, made[1])) is not None]
     lacks = torch.tensor([made is None or len(opened) < size], dtype=torch.int64)
     dist.all_reduce(lacks, dist.ReduceOp.MAX, group=group)
     if made is None or lacks.item():
@@ -295,31 +294,22 @@ def connect(group: dist.ProcessGroup) -> Exchange | None:
     return Exchange(rank, segments, processes, made[1], TIMEOUT if timeout is None else timeout.total_seconds())
 
 
-def home() -> int:
-    """Return a number that ranks share if they are on one computer and in one container."""
-    spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "net")]
-    return zlib.crc32(Path("/proc/sys/kernel/random/boot_id").read_bytes() + "".join(spaces).encode())
-
-
-def _make(size: int) -> tuple[Segment, Semaphores] | None:
+def _make(size: int) -> tuple[Segment, Signals] | None:
     """Make this rank's segment, ready for messages; None: this system lacks what that takes."""
     try:
-        own, signals = Segment(size), Semaphores()
-        for rank in range(size):
-            signals.make(own.ready(rank))
-            signals.make(own.read(rank))
+        signals = Signals()
+        return Segment(size, signals), signals
     except (AttributeError, OSError):
         return None
-    return own, signals
 
 
-def _open(told: list[int], size: int) -> tuple[Segment, Process] | None:
+def _open(told: list[int], size: int, signals: Signals) -> tuple[Segment, system.Process] | None:
     """Open the segment of a rank; None: there is none, it cannot be opened from here, or it is another one."""
-    where, pid, fd, *token = told
+    where, pid, number, *token = told
     try:
-        if where != home():
+        if where != system.home():
             return None
-        segment, process = Segment(size, (pid, fd)), Process(pid)
+        segment, process = Segment(size, signals, (pid, number)), system.Process(pid)
     except (OSError, ValueError):
         return None
     return (segment, process) if [*segment.token] == token else None

@@ -1,7 +1,7 @@
 """Memory of one rank that all ranks of its computer map: what it sends, and what it tells about that.
 
-It is a memfd, which has no name to leak and does not count against /dev/shm. Other ranks open it through `/proc`, and know it by
-random numbers in it: a number of a process means something else in another container or computer.
+Other ranks open it by the number of its process, and know it by random numbers in it: a number of a process means something else in
+another container or computer.
 
 | at | what |
 |---|---|
@@ -17,11 +17,13 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from .signals import SEMAPHORE
+from ...system import system
+from .signals import SEMAPHORE, Signals
 
 LINE, LINK = 64, 2048
 KEPT = (LINK - 2 * SEMAPHORE) // 8
@@ -32,26 +34,31 @@ class Segment:
 
     Args:
         ranks: number of receivers, the rank itself included.
-        owner: process and descriptor of it; None = make it.
+        owner: process and number of it; None = make it.
 
     Raises:
         OSError, ValueError: there is no such memory, or no room for it.
 
     Attributes:
         begin: where messages begin.
+        ready, read: semaphores, by receiver.
     """
 
-    def __init__(self, ranks: int, owner: tuple[int, int] | None = None) -> None:
+    def __init__(self, ranks: int, signals: Signals, owner: tuple[int, int] | None = None) -> None:
         self.begin = -(-(LINE + LINK * ranks) // mmap.PAGESIZE) * mmap.PAGESIZE
         if owner is None:
-            self.fd = os.memfd_create("context-parallel-exchange", os.MFD_CLOEXEC)
-            os.posix_fallocate(self.fd, 0, self.begin)
-            os.pwrite(self.fd, os.urandom(16), 0)
+            self.fd = system.memory_fd()
+            system.reserve(self.fd, self.begin)
         else:
-            self.fd = os.open("/proc/{}/fd/{}".format(*owner), os.O_RDWR | os.O_CLOEXEC)
+            self.fd = system.foreign_fd(*owner)
         self._head = self._all = mmap.mmap(self.fd, self.begin)
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._head))
         self._words = memoryview(self._head).cast("q")
+        if owner is None:
+            self._head[:16] = os.urandom(16)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._head)) + LINE
+        links = range(address, address + LINK * ranks, LINK)
+        signal = signals.make if owner is None else partial(signals.open, owner=owner[0])
+        self.ready, self.read = [signal(link) for link in links], [signal(link + SEMAPHORE) for link in links]
         self.size = self.begin
 
     @property
@@ -59,13 +66,10 @@ class Segment:
         """Random numbers of its owner."""
         return self._words[0], self._words[1]
 
-    def ready(self, receiver: int) -> int:
-        """Address of a semaphore."""
-        return self._address + LINE + LINK * receiver
-
-    def read(self, receiver: int) -> int:
-        """Address of a semaphore."""
-        return self.ready(receiver) + SEMAPHORE
+    @property
+    def number(self) -> int:
+        """By which other ranks open it."""
+        return system.number_of(self.fd)
 
     def tell(self, receiver: int, message: int, at: int) -> None:
         """Write down where a message is."""
@@ -78,13 +82,13 @@ class Segment:
     def grow(self, nbytes: int) -> tuple[int, int]:
         """Add room; return (where it is, its size). Raises OSError: the system has no more memory."""
         at, size = self.size, self.size + -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        os.posix_fallocate(self.fd, at, size - at)  # fails here, and not by a signal at the first write
+        system.reserve(self.fd, size)
         self.size = size
         return at, size - at
 
     def shrink(self) -> None:
-        """Give the memory of messages back. Mappings stay and get pages again when it grows again."""
-        os.ftruncate(self.fd, self.begin)
+        """Give the memory of messages back."""
+        system.shrink(self.fd, self.begin)
         self.size = self.begin
 
     def view(self, at: int, count: int, dtype: torch.dtype = torch.uint8) -> Tensor:

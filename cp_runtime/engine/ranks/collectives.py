@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...compat import start_all_to_all
+from ...system import system
 from ..exchange.exchange import Exchange, Parts, exchange_of
 from .profiling import trace_range
 
@@ -27,8 +28,9 @@ def wait_for(device: torch.device) -> None:
 
 
 def native_backend(device_type: str) -> str:
-    """Return torch's backend for messages between devices of a type: nccl, xccl, hccl; gloo for CPUs and where torch has none."""
-    return dist.Backend.default_device_backend_map.get(device_type, "gloo")
+    """Return torch's backend for messages between devices of a type: nccl, xccl, hccl; gloo for CPUs, and where torch or the system
+    has none."""
+    return dist.Backend.default_device_backend_map.get(device_type, "gloo") if system.HAS_DEVICE_BACKENDS else "gloo"
 
 
 class CommStats:

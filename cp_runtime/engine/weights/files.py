@@ -6,17 +6,17 @@ safetensors' own reader maps a file writable, which the kernel refuses for a fil
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import struct
 
 import torch
 from torch import Tensor
 
+from ...system import system
+
 MAPPED = (".safetensors", ".sft")
 """Suffixes of such files."""
 
-NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which `mmap` names from Python 3.13 on
 _DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32", "I16": "int16",
     "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool", "C64": "complex64",
@@ -38,7 +38,7 @@ def mapped_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dic
     with open(path, "rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(length))
-        pages = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE | NO_RESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        pages = system.file_pages(file.fileno())
     found = {}
     for name, entry in header.items():
         if name != "__metadata__":

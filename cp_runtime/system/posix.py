@@ -1,0 +1,387 @@
+"""Linux. It imports on other systems, too, which have no ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import faulthandler
+import json
+import mmap
+import os
+import select
+import signal
+import socket
+import subprocess
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+KILL = signal.SIGKILL
+HAS_DEVICE_BACKENDS = True
+"""Whether torch has libraries for messages between devices, such as NCCL."""
+BROKEN_GLOO: tuple[tuple[int, int], ...] = ()
+"""Versions of torch whose gloo connects no ranks."""
+NONE: Mapping[str, Any] = {}
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+_DESCRIPTORS = 32  # most that come with a message
+_NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which `mmap` names from Python 3.13 on
+_libc = ctypes.CDLL(None, use_errno=True)  # gives up the GIL meanwhile
+_quick = ctypes.PyDLL(None)
+
+
+# Memory
+
+
+def memory_fd() -> int:
+    """Return a file in memory, which grows, has no name to leak, and does not count against /dev/shm."""
+    return os.memfd_create("context-parallel", os.MFD_CLOEXEC)
+
+
+def reserve(fd: int, size: int) -> None:
+    """Have a file of memory be this large. Raises OSError: without room, and not by a signal at the first write."""
+    os.posix_fallocate(fd, 0, size)
+
+
+def shrink(fd: int, size: int) -> None:
+    """Give memory above a size back. Mappings stay, and get pages again when the file grows again."""
+    os.ftruncate(fd, size)
+
+
+def number_of(fd: int) -> int:
+    """Return the number by which another process of this user opens a file of this one."""
+    return fd
+
+
+def foreign_fd(pid: int, number: int) -> int:
+    """Open a file of another process. Raises OSError."""
+    return os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+
+
+def path_of(fd: int) -> str:
+    """Return a path in this process that leads to an open file, whatever has its name by now."""
+    return f"/proc/self/fd/{fd}"
+
+
+def private_pages(fd: int) -> mmap.mmap:
+    """Map a file. Writes stay in this process."""
+    return mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE | _NO_RESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+file_pages = private_pages
+
+
+@contextmanager
+def store_file() -> Iterator[int]:
+    """Make an empty file for a `torch.distributed.FileStore` at its `path_of`."""
+    fd = memory_fd()
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def map_ranges(path: str, unwritten: bool) -> list[tuple[int, int]]:
+    """Return (first address, address after the last) of where this process has mapped a file. `unwritten`: only those without a
+    page that this process has written to, and has to itself since.
+
+    Device and inode come from a page mapped for this purpose: on some file systems `stat` reports others than the kernel.
+    """
+    with open(path, "rb") as file:
+        page = mmap.mmap(file.fileno(), 1, access=mmap.ACCESS_COPY)
+    at = ctypes.addressof(ctypes.c_char.from_buffer(page))
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as entries:
+        found = [entry.split(maxsplit=5) for entry in entries]
+    spans = [(int(start, 16), int(stop, 16)) for start, stop in (words[0].split("-") for words in found)]
+    ours = next(words[3:5] for (start, stop), words in zip(spans, found, strict=True) if start <= at < stop)
+    files = [span for span, words in zip(spans, found, strict=True) if words[3:5] == ours]
+    return [span for span in files if not _was_written(span)] if unwritten else files
+
+
+# Of the last of the eight bytes that pagemap has for a page: https://docs.kernel.org/admin-guide/mm/pagemap.html
+_PRESENT, _SWAPPED, _SHARED = 1 << 7, 1 << 6, 1 << 5
+
+
+def _was_written(span: tuple[int, int]) -> bool:
+    """Return whether a page of these addresses, at which a file is mapped, is no longer the file's."""
+    start, stop = (address // mmap.PAGESIZE * 8 for address in span)
+    with open("/proc/self/pagemap", "rb") as entries:
+        entries.seek(start)
+        kinds = set(entries.read(stop - start)[7::8])
+    return any(kind & _SWAPPED or kind & (_PRESENT | _SHARED) == _PRESENT for kind in kinds)
+
+
+def release_pages(begin: int, end: int) -> None:
+    """Drop a file's pages from this process's memory. They are read again when they are used."""
+    _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
+
+
+def trim_heap() -> None:
+    """Return this process's free memory to the system. glibc keeps memory on its heap below a used piece."""
+    trim = getattr(_libc, "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+# Processes
+
+
+class Messages:
+    """Starts a program of Python, and sends it messages with open files.
+
+    A message is a file without a name, as JSON: other users can read the arguments of a process, and their length is limited.
+    `first`: the message that it finds when it starts.
+    """
+
+    def __init__(self, first: Mapping[str, Any]) -> None:
+        self._socket, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.send(first)
+
+    def start(self, command: list[str], environment: Mapping[str, str], output: int) -> subprocess.Popen[bytes]:
+        """Start the program, whose last argument says where `receiver` finds its messages. `output`: descriptor of its log. Raises
+        OSError."""
+        with self._theirs, open(os.devnull, "rb") as nothing:  # subprocess.DEVNULL stays open if a later descriptor fails
+            return subprocess.Popen(
+                [*command, str(self._theirs.fileno())],
+                env=environment,
+                pass_fds=[self._theirs.fileno()],
+                stdin=nothing,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # Ctrl-C in the terminal reaches this process only
+            )
+
+    def send(
+        self, message: Mapping[str, Any], files: Mapping[str, int] = NONE, sockets: Mapping[str, socket.socket] = NONE
+    ) -> None:
+        """Send a message. The program gets open files, by their descriptors, and sockets as descriptors under their names. Nothing
+        where it has ended, or after `close`."""
+        fds = {**files, **{name: each.fileno() for name, each in sockets.items()}}
+        if self._socket.fileno() != -1:
+            own = memory_fd()
+            try:
+                with open(own, "wb", closefd=False) as writer:
+                    writer.write(json.dumps({**message, "descriptors": list(fds)}).encode())
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                    socket.send_fds(self._socket, [b"\0"], [own, *fds.values()])
+            finally:
+                os.close(own)
+
+    def request_stacks(self, pid: int) -> None:
+        """Have the program write its stacks: its main thread, before it runs on, so that its stack is the one of the hang.
+
+        A signal to the process goes to any thread once a stopped process runs again, and the main one has moved on by then.
+        """
+        tgkill = getattr(_libc, "tgkill", None)  # glibc 2.30 and newer
+        if tgkill is None:
+            os.kill(pid, signal.SIGUSR1)
+        else:
+            tgkill(pid, pid, signal.SIGUSR1)
+        os.kill(pid, signal.SIGCONT)  # a stopped one has to run to write
+
+    def close(self) -> None:
+        """Send no more. A program that waits for a message ends."""
+        self._socket.close()
+        self._theirs.close()
+
+
+class Receiver:
+    """The program's end of `Messages`. `argument`: its last one."""
+
+    def __init__(self, argument: str) -> None:
+        self._socket = socket.socket(fileno=int(argument))
+
+    def receive(self) -> dict[str, Any]:
+        """Wait for a message. End this process if nobody needs it any more."""
+        data, fds, _, _ = socket.recv_fds(self._socket, 1, _DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+        if not data:
+            os._exit(0)
+        with open(fds[0], "rb") as file:
+            file.seek(0)
+            message: dict[str, Any] = json.load(file)
+        return message | dict(zip(message.pop("descriptors"), fds[1:], strict=True))
+
+    def write_stacks_into(self, fd: int) -> None:
+        """Write the stacks of all threads into a file when asked to, from a signal's handler: the GIL is not needed."""
+        faulthandler.register(signal.SIGUSR1, file=fd, all_threads=True)
+
+    def close(self) -> None:
+        """Take no more messages."""
+        self._socket.close()
+
+
+def wait_for(process: subprocess.Popen[bytes]) -> None:
+    """Wait for a process to end, and leave its status for `Popen.wait`: until then its number is no other one's."""
+    with contextlib.suppress(ChildProcessError):  # code of others has waited for all children
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+
+
+def end_with(parent: int) -> None:
+    """End this process when the parent ends, whatever ends it and whatever this process does then, such as holding the GIL in C.
+
+    That takes the end of the parent's thread that started this one.
+    """
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def name_process(name: str) -> None:
+    """Have `ps` and the like call this process by a name."""
+    _libc.prctl(_PR_SET_NAME, name.encode())
+
+
+def allow_open_files() -> None:
+    """Raise the limit of open files to what this user may have.
+
+    gloo listens on a port of the loopback interface and aborts the process when it cannot accept a connection. At the usual limit
+    of 1,024, any local user could bring that about.
+    """
+    import resource  # Windows has none
+
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # the kernel's own limit is lower
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def process_state(pid: int) -> str:
+    """Return what the kernel says a process does, such as "sleeping" or "stopped"; "gone" if there is no such process."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return "gone"
+    return next((line.partition("(")[2].rstrip(")") for line in lines if line.startswith("State:")), "unknown")
+
+
+def host_bytes(pid: int) -> int:
+    """Return the host memory of a process, in bytes; 0 when it is gone."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+def name_of_exit(code: int) -> str:
+    """Return the name of what ended a process by its `Popen.returncode`; empty where it ended by itself."""
+    # Real-time signals have no name.
+    return "" if code >= 0 else signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+
+
+def cores() -> set[int]:
+    """Return the numbers of the cores that this thread may run on."""
+    return os.sched_getaffinity(0)
+
+
+def keep_to(numbers: set[int]) -> None:
+    """Keep this thread, and those that it starts, to some cores. Raises OSError: a container may forbid it."""
+    os.sched_setaffinity(0, numbers)
+
+
+def user() -> int:
+    """Return the number of this user, as of `os.stat`."""
+    return os.getuid()
+
+
+# Sockets
+
+socket_pair = socket.socketpair
+
+
+def loopback() -> str:
+    """Return the name of the network interface that no other computer reaches."""
+    return "lo"
+
+
+def ready_sockets(wanted: Mapping[int, bool], timeout: float | None) -> list[int]:
+    """Return the descriptors of sockets that can be read from, or, where that is wanted, written to. Wait for one for `timeout`
+    seconds, None = without an end."""
+    poller = select.poll()
+    for fd, writes in wanted.items():
+        poller.register(fd, select.POLLIN | (select.POLLOUT if writes else 0))
+    return [fd for fd, _ in poller.poll(None if timeout is None else timeout * 1000)]
+
+
+# Between ranks
+
+
+def home() -> int:
+    """Return a number that ranks share if they are on one computer and in one container."""
+    spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "net")]
+    return zlib.crc32(Path("/proc/sys/kernel/random/boot_id").read_bytes() + "".join(spaces).encode())
+
+
+class _Time(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+def _function(library: ctypes.CDLL, name: str, *arguments: Any) -> Callable[..., int]:
+    found: Any = getattr(library, name)
+    found.argtypes = arguments
+    function: Callable[..., int] = found
+    return function
+
+
+class Semaphores:
+    """Semaphores of glibc in memory that processes map, known by their addresses. Raises AttributeError: this is not glibc 2.30 or
+    newer.
+
+    POSIX has `sem_post` and its waits synchronise memory (4.12), and glibc makes them a release and an acquire. None enters the
+    kernel unless somebody sleeps.
+    """
+
+    def __init__(self) -> None:
+        address = ctypes.c_void_p
+        self._init = _function(_quick, "sem_init", address, ctypes.c_int, ctypes.c_uint)
+        self._wait = _function(_libc, "sem_clockwait", address, ctypes.c_int, ctypes.POINTER(_Time))
+        self.post = _function(_quick, "sem_post", address)
+        self._try = _function(_quick, "sem_trywait", address)
+
+    def make(self, address: int) -> int:
+        """Make one in 32 bytes; return what the other methods take. Raises OSError."""
+        if self._init(address, 1, 0):
+            raise OSError("no semaphores between processes")
+        return address
+
+    def open(self, address: int, owner: int) -> int:
+        """Return what the other methods take, for one that a process has made."""
+        return address
+
+    def try_take(self, semaphore: int) -> bool:
+        return self._try(semaphore) == 0
+
+    def sleep(self, semaphore: int, seconds: float) -> bool:
+        """Sleep until one can be taken, and take it. False: not within the time."""
+        until = time.clock_gettime_ns(time.CLOCK_MONOTONIC) + int(seconds * 1e9)
+        if self._wait(semaphore, time.CLOCK_MONOTONIC, _Time(*divmod(until, 1_000_000_000))) == 0:
+            return True
+        if (code := ctypes.get_errno()) not in (errno.ETIMEDOUT, errno.EINTR):
+            raise OSError(code, os.strerror(code))
+        return False
+
+
+def give_way() -> None:
+    """Let another process have this core."""
+    os.sched_yield()
+
+
+class Process:
+    """A process of this computer. Raises OSError: it is not there."""
+
+    def __init__(self, pid: int) -> None:
+        # Of this process, even when another one has its number. Many builds of Python lack `os.pidfd_open`.
+        self._folder = os.open(f"/proc/{pid}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    @property
+    def has_ended(self) -> bool:
+        try:
+            with open(os.open("stat", os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._folder), "rb") as file:
+                return file.read().rpartition(b") ")[2][:1] in b"ZX"
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+
+    def __del__(self) -> None:
+        if hasattr(self, "_folder"):
+            os.close(self._folder)

@@ -1,0 +1,425 @@
+"""Windows. See `posix` for what each of these names does; comments here say why it is done otherwise."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import ctypes
+import faulthandler
+import json
+import mmap
+import msvcrt
+import os
+import secrets
+import select
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from ctypes import wintypes
+from functools import cache
+from typing import Any
+
+assert sys.platform == "win32"  # for mypy, which checks what follows only where it is told so
+
+HAS_DEVICE_BACKENDS = False
+BROKEN_GLOO = ((2, 8), (2, 9), (2, 10))  # "unsupported gloo device": https://github.com/pytorch/pytorch/issues/150381
+NONE: Mapping[str, Any] = {}
+KILL = 9  # `os.kill` ends a process with this status
+_CREATE = subprocess.CREATE_NEW_PROCESS_GROUP | subprocess.CREATE_NO_WINDOW  # no Ctrl-C, and no window where ComfyUI has none
+_PROCESS_DUP_HANDLE, _SYNCHRONIZE, _SAME_ACCESS = 0x40, 0x100000, 2
+_KILL_ON_JOB_CLOSE, _EXTENDED_LIMITS = 0x2000, 9
+_WAIT_TIMEOUT = 258
+_MOST = 0x7FFFFFFF  # count of a semaphore
+_BEAT, _SILENT = 0.1, 2.0  # seconds between two looks for a message; without one, something holds the GIL
+_kernel = ctypes.WinDLL("kernel32", use_last_error=True)  # gives up the GIL meanwhile
+
+
+def _function(name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
+    """Return a function of the system that raises OSError if it returns 0."""
+    found: Any = getattr(_kernel, name)
+    found.restype, found.argtypes = result, arguments
+
+    def call(*given: Any) -> Any:
+        if not (value := found(*given)):
+            raise ctypes.WinError(ctypes.get_last_error())
+        return value
+
+    return call
+
+
+_HANDLE, _DWORD, _BOOL = wintypes.HANDLE, wintypes.DWORD, wintypes.BOOL
+_create_job = _function("CreateJobObjectW", _HANDLE, ctypes.c_void_p, wintypes.LPCWSTR)
+_set_job = _function("SetInformationJobObject", _BOOL, _HANDLE, ctypes.c_int, ctypes.c_void_p, _DWORD)
+_add_to_job = _function("AssignProcessToJobObject", _BOOL, _HANDLE, _HANDLE)
+_open_process = _function("OpenProcess", _HANDLE, _DWORD, _BOOL, _DWORD)
+_duplicate = _function(
+    "DuplicateHandle", _BOOL, _HANDLE, _HANDLE, _HANDLE, ctypes.POINTER(_HANDLE), _DWORD, _BOOL, _DWORD
+)  # fmt: skip
+_close = _function("CloseHandle", _BOOL, _HANDLE)
+_path = _function("GetFinalPathNameByHandleW", _DWORD, _HANDLE, wintypes.LPWSTR, _DWORD, _DWORD)
+_create_semaphore = _function("CreateSemaphoreW", _HANDLE, ctypes.c_void_p, wintypes.LONG, wintypes.LONG, wintypes.LPCWSTR)
+_release = _function("ReleaseSemaphore", _BOOL, _HANDLE, wintypes.LONG, ctypes.c_void_p)
+_wait: Any = _kernel.WaitForSingleObject
+_wait.restype, _wait.argtypes = _DWORD, (_HANDLE, _DWORD)
+_THIS_PROCESS = _HANDLE(-1)
+
+
+@contextmanager
+def _process(pid: int, access: int) -> Iterator[Any]:
+    handle = _open_process(access, False, pid)
+    try:
+        yield handle
+    finally:
+        _close(handle)
+
+
+def _foreign(pid: int, handle: int) -> int:
+    """Return a handle of this process for one of another process."""
+    own = _HANDLE()
+    with _process(pid, _PROCESS_DUP_HANDLE) as process:
+        _duplicate(process, handle, _THIS_PROCESS, ctypes.byref(own), 0, False, _SAME_ACCESS)
+    return own.value or 0
+
+
+# Memory
+
+
+def memory_fd() -> int:
+    """Make a file that goes with its last handle, and that the system keeps in memory while there is room."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_BINARY | os.O_NOINHERIT | os.O_TEMPORARY | os.O_SHORT_LIVED
+    return os.open(os.path.join(tempfile.gettempdir(), f"context-parallel-{secrets.token_hex(16)}"), flags, 0o600)
+
+
+def reserve(fd: int, size: int) -> None:
+    if os.fstat(fd).st_size < size:
+        os.ftruncate(fd, size)
+
+
+def shrink(fd: int, size: int) -> None:
+    """Do nothing: a mapped file cannot shrink here."""
+
+
+def number_of(fd: int) -> int:
+    return msvcrt.get_osfhandle(fd)
+
+
+def foreign_fd(pid: int, number: int) -> int:
+    return msvcrt.open_osfhandle(_foreign(pid, number), os.O_RDWR | os.O_BINARY)
+
+
+def path_of(fd: int) -> str:
+    """While it is open here, no other file can get its name."""
+    buffer = ctypes.create_unicode_buffer(1 << 15)
+    _path(msvcrt.get_osfhandle(fd), buffer, len(buffer), 0)
+    return buffer.value.removeprefix("\\\\?\\")
+
+
+def private_pages(fd: int) -> mmap.mmap:
+    return mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
+
+
+def file_pages(fd: int) -> mmap.mmap:
+    """Map a file for reading only: what may be written counts against the memory of all processes, once per rank."""
+    warnings.filterwarnings("ignore", "The given buffer is not writable")  # of torch.frombuffer
+    return mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
+
+
+@contextmanager
+def store_file() -> Iterator[int]:
+    """With a name: torch opens it by that, and does not share it with one who may delete it. torch takes ASCII only."""
+    fd, path = tempfile.mkstemp(prefix="context-parallel-store-")
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+        with contextlib.suppress(OSError):  # torch may have removed it, or a rank that ends still has it open
+            os.unlink(path)
+
+
+def map_ranges(path: str, unwritten: bool) -> list[tuple[int, int]]:
+    """Return nothing: the system does not say, and pages of a file that is mapped for reading are its own to drop."""
+    return []
+
+
+def release_pages(begin: int, end: int) -> None: ...
+
+
+def trim_heap() -> None: ...
+
+
+# Processes
+
+
+class _Limits(ctypes.Structure):
+    """JOBOBJECT_EXTENDED_LIMIT_INFORMATION."""
+
+    _fields_ = [
+        ("times", ctypes.c_int64 * 2), ("flags", _DWORD), ("sets", ctypes.c_size_t * 2), ("active", _DWORD),
+        ("affinity", ctypes.c_size_t), ("priority", _DWORD), ("scheduling", _DWORD), ("io", ctypes.c_uint64 * 6),
+        ("memory", ctypes.c_size_t * 4),
+    ]  # fmt: skip
+
+
+@cache
+def _job() -> Any:
+    """Return a job whose processes the system ends with this one, which holds its only handle."""
+    job, limits = _create_job(None, None), _Limits(flags=_KILL_ON_JOB_CLOSE)
+    _set_job(job, _EXTENDED_LIMITS, ctypes.byref(limits), ctypes.sizeof(limits))
+    return job
+
+
+class Messages:
+    """A message is a line of JSON on the program's standard input; handles are duplicated into its process."""
+
+    def __init__(self, first: Mapping[str, Any]) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._first = first
+
+    def start(self, command: list[str], environment: Mapping[str, str], output: int) -> subprocess.Popen[bytes]:
+        python, *arguments = command
+        base = getattr(sys, "_base_executable", python)
+        if base != python:  # that of a venv starts another process, as `multiprocessing` knows
+            environment = {**environment, "__PYVENV_LAUNCHER__": python}
+        process = subprocess.Popen(
+            [base, *arguments, "-"], env=environment, stdin=subprocess.PIPE, stdout=output, stderr=output, creationflags=_CREATE
+        )  # fmt: skip
+        _add_to_job(_job(), int(process._handle))  # type: ignore[attr-defined]  # if this process ends before, its end of the pipe does
+        self._process = process
+        self.send(self._first)
+        return process
+
+    def send(
+        self, message: Mapping[str, Any], files: Mapping[str, int] = NONE, sockets: Mapping[str, socket.socket] = NONE
+    ) -> None:
+        if self._process is None or self._process.stdin is None or self._process.stdin.closed:
+            return
+        with contextlib.suppress(OSError):  # it has ended
+            handles = {name: self._given(fd) for name, fd in files.items()}
+            shares = {name: base64.b64encode(each.share(self._process.pid)).decode() for name, each in sockets.items()}
+            self._write(json.dumps({**message, "handles": handles, "sockets": shares}).encode() + b"\n")
+
+    def request_stacks(self, pid: int) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._write(b"\n")
+
+    def close(self) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
+
+    def _given(self, fd: int) -> int:
+        """Return a handle of the program's process for an open file."""
+        theirs = _HANDLE()
+        process = int(self._process._handle)  # type: ignore[union-attr]
+        _duplicate(_THIS_PROCESS, msvcrt.get_osfhandle(fd), process, ctypes.byref(theirs), 0, False, _SAME_ACCESS)
+        return theirs.value or 0
+
+    def _write(self, line: bytes) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.write(line)
+            self._process.stdin.flush()
+
+
+class Receiver:
+    """A thread reads standard input: an empty line asks for stacks. There are no signals, so it needs the GIL for that; where
+    something holds that for `_SILENT` seconds, `faulthandler` writes them without."""
+
+    def __init__(self, argument: str) -> None:
+        self._stacks, self._watches = 2, False
+        self._lines: list[bytes] = []
+        self._came = threading.Condition()
+        threading.Thread(target=self._run, name="messages", daemon=True).start()
+
+    def receive(self) -> dict[str, Any]:
+        with self._came:
+            self._came.wait_for(lambda: self._lines)
+            line = self._lines.pop(0)
+        if not line:
+            os._exit(0)
+        message: dict[str, Any] = json.loads(line)
+        for name, handle in message.pop("handles").items():
+            message[name] = msvcrt.open_osfhandle(handle, os.O_RDWR | os.O_BINARY)
+        for name, shared in message.pop("sockets").items():
+            message[name] = socket.fromshare(base64.b64decode(shared)).detach()
+        return message
+
+    def write_stacks_into(self, fd: int) -> None:
+        self._stacks, self._watches = fd, fd != 2  # imports may hold the GIL for long
+
+    def close(self) -> None:
+        """Take only requests for stacks from now on."""
+
+    def _run(self) -> None:
+        import _winapi
+
+        source, unread = msvcrt.get_osfhandle(0), b""
+        while True:
+            with contextlib.suppress(OSError):
+                while not _winapi.PeekNamedPipe(source, 0)[0]:
+                    if self._watches:
+                        faulthandler.dump_traceback_later(_SILENT, file=self._stacks)
+                    time.sleep(_BEAT)
+            try:
+                data = os.read(0, 1 << 16)
+            except OSError:
+                data = b""
+            *lines, unread = (unread + data).split(b"\n")
+            for line in lines:
+                if line:
+                    self._add(line)
+                else:
+                    faulthandler.dump_traceback(file=self._stacks, all_threads=True)
+            if not data:
+                self._add(b"")
+                return
+
+    def _add(self, line: bytes) -> None:
+        with self._came:
+            self._lines.append(line)
+            self._came.notify()
+
+
+def wait_for(process: subprocess.Popen[bytes]) -> None:
+    process.wait()
+
+
+def end_with(parent: int) -> None:
+    """Do nothing: the parent's job does."""
+
+
+def name_process(name: str) -> None: ...
+
+
+def allow_open_files() -> None: ...
+
+
+def process_state(pid: int) -> str:
+    import psutil  # a requirement of ComfyUI, and of nothing else here
+
+    try:
+        return str(psutil.Process(pid).status())
+    except psutil.Error:
+        return "gone"
+
+
+def host_bytes(pid: int) -> int:
+    import psutil
+
+    try:
+        return int(psutil.Process(pid).memory_info().rss)
+    except psutil.Error:
+        return 0
+
+
+# https://learn.microsoft.com/openspecs/windows_protocols/ms-erref: NTSTATUS values
+_EXITS = {
+    0xC0000005: "STATUS_ACCESS_VIOLATION",
+    0xC0000017: "STATUS_NO_MEMORY",
+    0xC000001D: "STATUS_ILLEGAL_INSTRUCTION",
+    0xC00000FD: "STATUS_STACK_OVERFLOW",
+    0xC0000135: "STATUS_DLL_NOT_FOUND",
+    0xC000013A: "STATUS_CONTROL_C_EXIT",
+    0xC0000142: "STATUS_DLL_INIT_FAILED",
+    0xC0000374: "STATUS_HEAP_CORRUPTION",
+    0xC0000409: "STATUS_STACK_BUFFER_OVERRUN",  # of `abort`, too
+}
+
+
+def name_of_exit(code: int) -> str:
+    return _EXITS.get(code & 0xFFFFFFFF, f"0x{code & 0xFFFFFFFF:08X}" if code & 0xC0000000 else "")
+
+
+def cores() -> set[int]:
+    return set(range(os.cpu_count() or 1))
+
+
+def keep_to(numbers: set[int]) -> None:
+    raise OSError("nothing says which cores are near a device")
+
+
+def user() -> int:
+    """Return what `os.stat` has for every file."""
+    return 0
+
+
+# Sockets
+
+
+def loopback() -> str:
+    import psutil
+
+    return next(name for name, found in psutil.net_if_addrs().items() if any(each.address == "127.0.0.1" for each in found))
+
+
+def socket_pair() -> tuple[socket.socket, socket.socket]:
+    """Python connects the two over the loopback interface. Raises OSError: a stranger was faster."""
+    one, other = socket.socketpair()
+    if one.getsockname() != other.getpeername() or other.getsockname() != one.getpeername():
+        one.close()
+        other.close()
+        raise ConnectionAbortedError("a socket was connected by another process")
+    return one, other
+
+
+def ready_sockets(wanted: Mapping[int, bool], timeout: float | None) -> list[int]:
+    if not wanted:
+        time.sleep(timeout or 0.0)
+        return []
+    read, written, _ = select.select(list(wanted), [fd for fd, writes in wanted.items() if writes], [], timeout)
+    return [fd for fd in wanted if fd in read or fd in written]
+
+
+# Between ranks
+
+
+def home() -> int:
+    """Return a constant: other computers do not join here."""
+    return 1
+
+
+class Semaphores:
+    """Semaphores of the kernel. What processes map holds the owner's handle."""
+
+    def make(self, address: int) -> int:
+        semaphore = _create_semaphore(None, 0, _MOST, None)
+        ctypes.c_int64.from_address(address).value = semaphore
+        return int(semaphore)
+
+    def open(self, address: int, owner: int) -> int:
+        handle = ctypes.c_int64.from_address(address).value
+        return handle if owner == os.getpid() else _foreign(owner, handle)
+
+    def post(self, semaphore: int) -> None:
+        _release(semaphore, 1, None)
+
+    def try_take(self, semaphore: int) -> bool:
+        return bool(_wait(semaphore, 0) == 0)
+
+    def sleep(self, semaphore: int, seconds: float) -> bool:
+        found = _wait(semaphore, int(seconds * 1e3))
+        if found not in (0, _WAIT_TIMEOUT):
+            raise ctypes.WinError(ctypes.get_last_error())
+        return bool(found == 0)
+
+
+def give_way() -> None:
+    time.sleep(0)
+
+
+class Process:
+    def __init__(self, pid: int) -> None:
+        self._handle = _open_process(_SYNCHRONIZE, False, pid)
+
+    @property
+    def has_ended(self) -> bool:
+        return bool(_wait(self._handle, 0) == 0)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_handle"):
+            _close(self._handle)
