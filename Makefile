@@ -8,7 +8,7 @@ SETUP = assignments=$$("$(PYTHON)" .ci/setup.py --print) && eval "$$assignments"
 # `python -m pytest` would put the checkout on sys.path, where the folder nodes/ hides ComfyUI's nodes.py.
 PYTEST = "$$CP_PYTHON" -c 'import sys; sys.path[:] = filter(None, sys.path); import pytest; sys.exit(pytest.main())'
 
-.PHONY: help setup test test-quick demo play pictures bench gpu-check soak machines coverage registry plan definitions lint lint-ruff lint-format lint-mypy lint-codespell
+.PHONY: help setup test test-quick demo play pictures bench gpu-check soak machines windows coverage registry plan definitions lint lint-ruff lint-format lint-mypy lint-codespell
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1 - \2/p' Makefile
@@ -42,6 +42,9 @@ soak: ## faults at full length and several times, into docs/generated/reliabilit
 
 machines: ## two computers, as two network namespaces: parity, faults, times and bytes, into docs/generated/machines.md (as root, minutes)
 	@$(SETUP) && "$$CP_PYTHON" .ci/machines.py $(MACHINES_ARGS)
+
+windows: ## tests/windows with Windows' Python under Wine, on Debian 12 (minutes; WINDOWS_ARGS="-k gloo", or "-- program.py" for another program)
+	@$(SETUP) && "$$CP_PYTHON" .ci/windows.py $(WINDOWS_ARGS)
 
 coverage: ## which of ComfyUI's templates run, into docs/generated/coverage.md; COVERAGE_ARGS="--report FILE" reuses what the tests wrote
 	@$(SETUP) && "$$CP_PYTHON" .ci/coverage $(COVERAGE_ARGS)
