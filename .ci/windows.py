@@ -28,6 +28,7 @@ def main() -> int:
     own = arguments.index("--") if "--" in arguments else len(arguments)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--timeout", type=float, default=1800, help="seconds until the program is ended")
+    parser.add_argument("--path", default="", help="folder to import from, as PYTHONPATH")
     options, for_pytest = parser.parse_known_args(arguments[:own])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     wine.adopt()
@@ -38,7 +39,8 @@ def main() -> int:
         # `python -m pytest` would put the checkout on sys.path, where the folder nodes/ hides ComfyUI's nodes.py.
         program = [str(folder / "python" / "Lib" / "site-packages" / "pytest" / "__main__.py"), *TESTS, *for_pytest]
     began = time.monotonic()
-    status = wine.run_python(folder, *program, timeout=options.timeout, COMFYUI_PATH=os.environ["COMFYUI_PATH"])
+    more = {"COMFYUI_PATH": os.environ["COMFYUI_PATH"], "PYTHONPATH": options.path}
+    status = wine.run_python(folder, *program, timeout=options.timeout, **more)
     sys.stderr.write(f"[windows] status {status} after {time.monotonic() - began:.0f} s\n")
     return status
 

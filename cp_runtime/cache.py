@@ -17,6 +17,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from .system import system
+
 log = logging.getLogger("context_parallel")
 
 VERSION = 3
@@ -52,7 +54,7 @@ class CacheFile:
 
     def _read(self) -> dict[str, Any]:
         try:
-            with open(os.open(self._file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as file:
+            with open(os.open(self._file, system.READ_AT_ONCE), "rb") as file:
                 found = os.fstat(file.fileno())
                 if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_BYTES:
                     return {}

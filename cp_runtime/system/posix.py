@@ -25,6 +25,8 @@ HAS_DEVICE_BACKENDS = True
 """Whether torch has libraries for messages between devices, such as NCCL."""
 BROKEN_GLOO: tuple[tuple[int, int], ...] = ()
 """Versions of torch whose gloo connects no ranks."""
+READ_AT_ONCE = os.O_RDONLY | os.O_NONBLOCK
+"""For `os.open`: no waiting where a name turns out to be a pipe's."""
 NONE: Mapping[str, Any] = {}
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _DESCRIPTORS = 32  # most that come with a message
@@ -36,9 +38,10 @@ _quick = ctypes.PyDLL(None)
 # Memory
 
 
-def memory_fd() -> int:
-    """Return a file in memory, which grows, has no name to leak, and does not count against /dev/shm."""
-    return os.memfd_create("context-parallel", os.MFD_CLOEXEC)
+def memory_fd(name: str = "context-parallel") -> int:
+    """Return a file in memory, which grows, has no name to leak, and does not count against /dev/shm. `name`: what lists of a
+    process's files show."""
+    return os.memfd_create(name, os.MFD_CLOEXEC)
 
 
 def reserve(fd: int, size: int) -> None:

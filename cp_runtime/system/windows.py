@@ -25,10 +25,12 @@ from ctypes import wintypes
 from functools import cache
 from typing import Any
 
-assert sys.platform == "win32"  # for mypy, which checks what follows only where it is told so
+if sys.platform != "win32":  # for mypy, which checks what follows only where it is told so
+    raise ImportError("this is for Windows")
 
 HAS_DEVICE_BACKENDS = False
 BROKEN_GLOO = ((2, 8), (2, 9), (2, 10))  # "unsupported gloo device": https://github.com/pytorch/pytorch/issues/150381
+READ_AT_ONCE = os.O_RDONLY
 NONE: Mapping[str, Any] = {}
 KILL = 9  # `os.kill` ends a process with this status
 _CREATE = subprocess.CREATE_NEW_PROCESS_GROUP | subprocess.CREATE_NO_WINDOW  # no Ctrl-C, and no window where ComfyUI has none
@@ -90,10 +92,10 @@ def _foreign(pid: int, handle: int) -> int:
 # Memory
 
 
-def memory_fd() -> int:
+def memory_fd(name: str = "context-parallel") -> int:
     """Make a file that goes with its last handle, and that the system keeps in memory while there is room."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_BINARY | os.O_NOINHERIT | os.O_TEMPORARY | os.O_SHORT_LIVED
-    return os.open(os.path.join(tempfile.gettempdir(), f"context-parallel-{secrets.token_hex(16)}"), flags, 0o600)
+    return os.open(os.path.join(tempfile.gettempdir(), f"{name}-{secrets.token_hex(16)}"), flags, 0o600)
 
 
 def reserve(fd: int, size: int) -> None:
@@ -183,7 +185,7 @@ class Messages:
 
     def start(self, command: list[str], environment: Mapping[str, str], output: int) -> subprocess.Popen[bytes]:
         python, *arguments = command
-        base = getattr(sys, "_base_executable", python)
+        base = sys._base_executable  # type: ignore[attr-defined]
         if base != python:  # that of a venv starts another process, as `multiprocessing` knows
             environment = {**environment, "__PYVENV_LAUNCHER__": python}
         process = subprocess.Popen(

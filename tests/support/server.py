@@ -179,12 +179,7 @@ class ComfyServer:
         command += self.args
         with self.log_file.open("ab") as log, open(os.devnull, "rb") as nothing:
             files = (nothing.fileno(), log.fileno(), log.fileno())
-            self._process = preloaded.fork(command, cwd=self.base, env=env, files=files, ranks=self.forked)
-            if self._process is None:
-                launched = [sys.executable, "-c", _LAUNCHER, "-u", *command]
-                self._process = subprocess.Popen(
-                    launched, cwd=self.base, env=env, stdin=nothing, stdout=log, stderr=log, start_new_session=True
-                )
+            self._process = self._launch(command, env, files)
         deadline = time.monotonic() + self.startup_timeout
         while True:
             try:
@@ -199,6 +194,16 @@ class ComfyServer:
             shutil.copy(database, part := migrated.with_suffix(f".{self._marker}"))
             part.rename(migrated)
         self._listener = Listener(self.port)
+
+    def _launch(self, command: list[str], env: dict[str, str], files: tuple[int, int, int]) -> preloaded.Process:
+        """Start the server's process: `command` is for Python, `files` are its standard files."""
+        forked = preloaded.fork(command, cwd=self.base, env=env, files=files, ranks=self.forked)
+        return forked or self.launched([sys.executable, "-c", _LAUNCHER, "-u", *command], env, files)
+
+    def launched(self, command: list[str], env: dict[str, str], files: tuple[int, int, int]) -> preloaded.Process:
+        """Start a program in the server's folder."""
+        nothing, out, err = files
+        return subprocess.Popen(command, cwd=self.base, env=env, stdin=nothing, stdout=out, stderr=err, start_new_session=True)
 
     def exit_code(self, timeout: float) -> int:
         """Wait for the server's own end, however it comes; negative for a signal."""

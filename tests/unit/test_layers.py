@@ -15,7 +15,7 @@ LAYERS = {
     "nested": set(),
     "version": set(),
     "comfyui": set(),
-    "cache": set(),
+    "cache": {"system"},
     "words": set(),
     "system": {"system"},
     "engine/exchange": {*BASE, "engine/exchange"},

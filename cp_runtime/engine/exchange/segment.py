@@ -47,7 +47,7 @@ class Segment:
     def __init__(self, ranks: int, signals: Signals, owner: tuple[int, int] | None = None) -> None:
         self.begin = -(-(LINE + LINK * ranks) // mmap.PAGESIZE) * mmap.PAGESIZE
         if owner is None:
-            self.fd = system.memory_fd()
+            self.fd = system.memory_fd("context-parallel-exchange")
             system.reserve(self.fd, self.begin)
         else:
             self.fd = system.foreign_fd(*owner)
