@@ -41,6 +41,8 @@ def _spin() -> NoReturn:
 
 def _hold_lock() -> None:
     """Stay in C, holding the GIL. Unlike a sleep, the signal that asks for stacks does not end it."""
+    if sys.platform == "win32":
+        ctypes.PyDLL("kernel32").Sleep(3_600_000)
     library, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)  # zeros: a mutex that its own thread can wait for
     library.pthread_mutex_lock(mutex)
     library.pthread_mutex_lock(mutex)
@@ -72,7 +74,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "uncaught": lambda: _raise(BaseException("injected: uncaught")),
     "sysexit": lambda: sys.exit(0),
     "exit": lambda: os._exit(1),
-    "segv": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+    "segv": lambda: os.kill(os.getpid(), signal.SIGSEGV) if sys.platform != "win32" else ctypes.string_at(0),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     # hangs
     "sleep": lambda: time.sleep(3600),
