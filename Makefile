@@ -43,8 +43,8 @@ soak: ## faults at full length and several times, into docs/generated/reliabilit
 machines: ## two computers, as two network namespaces: parity, faults, times and bytes, into docs/generated/machines.md (as root, minutes)
 	@$(SETUP) && "$$CP_PYTHON" .ci/machines.py $(MACHINES_ARGS)
 
-windows: ## tests/windows with Windows' Python under Wine, on Debian 12 (minutes; WINDOWS_ARGS="-k gloo", or "-- program.py" for another program)
-	@$(SETUP) && "$$CP_PYTHON" .ci/windows.py $(WINDOWS_ARGS)
+windows: ## ComfyUI and ranks with Windows' Python under Wine, on Debian 12 (a quarter of an hour; WINDOWS_ARGS="-k gloo" for a part of tests/windows, or "-- program.py")
+	@$(SETUP) && "$$CP_PYTHON" .ci/windows.py $(WINDOWS_ARGS) $(if $(strip $(WINDOWS_ARGS)),,&& CP_TEST_WINE=1 $(PYTEST) -v tests/wine)
 
 coverage: ## which of ComfyUI's templates run, into docs/generated/coverage.md; COVERAGE_ARGS="--report FILE" reuses what the tests wrote
 	@$(SETUP) && "$$CP_PYTHON" .ci/coverage $(COVERAGE_ARGS)
@@ -71,7 +71,8 @@ lint-format:
 lint-mypy:
 	@$(SETUP) && link=$$(mktemp -d)/context_parallel && ln -s "$(CURDIR)" "$$link" && MYPYPATH="$$(dirname "$$link")" \
 		"$$CP_PYTHON" -m mypy --cache-dir "$${CP_CACHE:-$${XDG_CACHE_HOME:-$$HOME/.cache}/comfyui-context-parallel}/mypy" \
-		cp_runtime .ci tests/support "$$link/nodes" "$$link/__init__.py"; status=$$?; rm -r "$$(dirname "$$link")"; exit $$status
+		cp_runtime .ci tests/support "$$link/nodes" "$$link/__init__.py" && "$$CP_PYTHON" -m mypy --cache-dir=/dev/null \
+		--platform win32 --follow-imports=silent cp_runtime/system/windows.py; status=$$?; rm -r "$$(dirname "$$link")"; exit $$status
 
 lint-codespell:
 	@$(SETUP) && "$$CP_PYTHON" -m codespell_lib

@@ -91,7 +91,7 @@ JOBS = (
         options=("-m", "bits", "-k", "not another_stream"),
         environment=tuple(preloaded.ANOTHER_PROCESSOR.items()),
     ),
-    Job(name="tables", paths=("tests/families", "tests/gpu", "tests/machines", "tests/windows")),
+    Job(name="tables", paths=("tests/families", "tests/gpu", "tests/machines", "tests/windows", "tests/wine")),
     Job(name="unit", paths=("tests/unit",)),
     LINT,
 )

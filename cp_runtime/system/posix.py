@@ -27,6 +27,8 @@ BROKEN_GLOO: tuple[tuple[int, int], ...] = ()
 """Versions of torch whose gloo connects no ranks."""
 READ_AT_ONCE = os.O_RDONLY | os.O_NONBLOCK
 """For `os.open`: no waiting where a name turns out to be a pipe's."""
+PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
+"""For `mmap.mmap`: memory of this process alone."""
 NONE: Mapping[str, Any] = {}
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _DESCRIPTORS = 32  # most that come with a message

@@ -25,12 +25,10 @@ from ctypes import wintypes
 from functools import cache
 from typing import Any
 
-if sys.platform != "win32":  # for mypy, which checks what follows only where it is told so
-    raise ImportError("this is for Windows")
-
 HAS_DEVICE_BACKENDS = False
 BROKEN_GLOO = ((2, 8), (2, 9), (2, 10))  # "unsupported gloo device": https://github.com/pytorch/pytorch/issues/150381
 READ_AT_ONCE = os.O_RDONLY
+PRIVATE: dict[str, int] = {}
 NONE: Mapping[str, Any] = {}
 KILL = 9  # `os.kill` ends a process with this status
 _CREATE = subprocess.CREATE_NEW_PROCESS_GROUP | subprocess.CREATE_NO_WINDOW  # no Ctrl-C, and no window where ComfyUI has none
@@ -176,6 +174,11 @@ def _job() -> Any:
     return job
 
 
+def _handle_of(process: Any) -> int:
+    """Return the handle of a `Popen`."""
+    return int(process._handle)
+
+
 class Messages:
     """A message is a line of JSON on the program's standard input; handles are duplicated into its process."""
 
@@ -191,7 +194,7 @@ class Messages:
         process = subprocess.Popen(
             [base, *arguments, "-"], env=environment, stdin=subprocess.PIPE, stdout=output, stderr=output, creationflags=_CREATE
         )  # fmt: skip
-        _add_to_job(_job(), int(process._handle))  # type: ignore[attr-defined]  # if this process ends before, its end of the pipe does
+        _add_to_job(_job(), _handle_of(process))  # if this process ends before, the program finds its input at its end
         self._process = process
         self.send(self._first)
         return process
@@ -218,8 +221,7 @@ class Messages:
     def _given(self, fd: int) -> int:
         """Return a handle of the program's process for an open file."""
         theirs = _HANDLE()
-        process = int(self._process._handle)  # type: ignore[union-attr]
-        _duplicate(_THIS_PROCESS, msvcrt.get_osfhandle(fd), process, ctypes.byref(theirs), 0, False, _SAME_ACCESS)
+        _duplicate(_THIS_PROCESS, msvcrt.get_osfhandle(fd), _handle_of(self._process), ctypes.byref(theirs), 0, False, _SAME_ACCESS)
         return theirs.value or 0
 
     def _write(self, line: bytes) -> None:
@@ -356,7 +358,7 @@ def user() -> int:
 def loopback() -> str:
     import psutil
 
-    return next(name for name, found in psutil.net_if_addrs().items() if any(each.address == "127.0.0.1" for each in found))
+    return next(str(name) for name, found in psutil.net_if_addrs().items() if any(each.address == "127.0.0.1" for each in found))
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:

@@ -8,6 +8,7 @@ with `"then"` another fault follows it. `slow` sleeps for `seconds` there, and a
 """
 
 import ctypes
+import faulthandler
 import itertools
 import json
 import os
@@ -74,7 +75,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "uncaught": lambda: _raise(BaseException("injected: uncaught")),
     "sysexit": lambda: sys.exit(0),
     "exit": lambda: os._exit(1),
-    "segv": lambda: os.kill(os.getpid(), signal.SIGSEGV) if sys.platform != "win32" else ctypes.string_at(0),
+    "segv": lambda: faulthandler._sigsegv(),  # type: ignore[attr-defined]
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     # hangs
     "sleep": lambda: time.sleep(3600),

@@ -68,5 +68,5 @@ def test_cancel(server, faults, right):
 
 def test_restart(server, right):
     pids = right()
-    assert server.post("/context_parallel/restart")["restarted"]
+    assert server.post("/context_parallel/restart", timeout=180)["restarted"]
     assert not set(pids) & set(right())

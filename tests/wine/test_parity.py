@@ -33,7 +33,7 @@ def test_latent_equals_the_stock_graph(graph, mode, server):
     assert_stock(server, GraphCase(graph, matters=False), MODES[mode])
 
 
-VAES = [("wan", "decode", "exact"), ("kl", "decode", "tiles"), ("kl", "encode", "exact")]
+VAES = [("wan", "decode", "exact"), ("kl", "decode", "tiles"), ("wan", "encode", "exact")]
 
 
 @pytest.mark.usefixtures("family_checkpoints")

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import PlanError
+from ...system import system
 from ..ranks.collectives import Pending, RankGroup
 from .blocks import Block, blocks_of
 from .packing import ALIGNMENT, Packing, round_up
@@ -354,7 +355,7 @@ def pinned_zeros(nbytes: int, device: torch.device) -> Tensor:
     """
     if device.type != "cuda":
         return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
-    memory = _Memory(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = _Memory(-1, nbytes, **system.PRIVATE)
     run = torch.frombuffer(memory, dtype=torch.uint8)
     code = int(torch.cuda.cudart().cudaHostRegister(run.data_ptr(), nbytes, PORTABLE))
     if code:
