@@ -286,7 +286,9 @@ class WorkerPool:
             ours, theirs = system.socket_pair()
             self.channels.append(Channel(ours))
             with theirs:
-                spec, own = self._spec(rank, way), environment | way.environment | across | (as_host(rank) if hosts else {})
+                device, only = system.seeing_only(split_device(self.config.devices[rank])[1])
+                spec = self._spec(rank, way) | {"device": device}
+                own = environment | way.environment | across | only | (as_host(rank) if hosts else {})
                 fds = self.inherited.descriptors(rank)
                 if rank < local:
                     here[rank].begin(spec, own, theirs, fds)
@@ -305,7 +307,6 @@ class WorkerPool:
             "rank": rank,
             "world_size": self.world_size,
             "machines": self.config.machines if self._others is not None else (),
-            "device": split_device(self.config.devices[rank])[1],
             "backend": way.backend,
             "shares": self.config.shares,
             "degrees": (self.config.batch_degree, self.config.sequence.ring_degree, self.config.sequence.ulysses_degree),

@@ -290,6 +290,20 @@ def user() -> int:
     return os.getuid()
 
 
+# GPUs
+
+
+def hidden_gpus() -> list[tuple[str, int, tuple[int, int]]]:
+    """Return (name, bytes of memory, compute capability) of NVIDIA's GPUs in the order of their buses, where this process sees one
+    of several only; else nothing."""
+    return []
+
+
+def seeing_only(device: str) -> tuple[str, dict[str, str]]:
+    """Return (the device's name in its rank, environment variables of that)."""
+    return device, {}
+
+
 # Sockets
 
 socket_pair = socket.socketpair

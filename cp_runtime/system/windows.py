@@ -352,6 +352,46 @@ def user() -> int:
     return 0
 
 
+# GPUs
+
+
+class _NvmlMemory(ctypes.Structure):
+    """nvmlMemory_t."""
+
+    _fields_ = [("total", ctypes.c_uint64), ("free", ctypes.c_uint64), ("used", ctypes.c_uint64)]
+
+
+@cache
+def hidden_gpus() -> list[tuple[str, int, tuple[int, int]]]:
+    """ComfyUI hides all GPUs but one from itself, as copies fail once a process has opened several: its issue 15737."""
+    try:
+        nvml = ctypes.WinDLL("nvml.dll")  # of the driver
+    except OSError:
+        return []
+    count, found = ctypes.c_uint(), []
+    if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) or count.value < 2:
+        return []
+    for number in range(count.value):
+        device, name, memory = ctypes.c_void_p(), ctypes.create_string_buffer(96), _NvmlMemory()
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        nvml.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(device))
+        nvml.nvmlDeviceGetName(device, name, len(name))
+        nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory))
+        nvml.nvmlDeviceGetCudaComputeCapability(device, ctypes.byref(major), ctypes.byref(minor))
+        found.append((name.value.decode(errors="replace"), memory.total, (major.value, minor.value)))
+    return found
+
+
+def seeing_only(device: str) -> tuple[str, dict[str, str]]:
+    """Let a rank open one GPU: see `hidden_gpus`. Where the user names some (`CUDA_VISIBLE_DEVICES`), a number counts these."""
+    kind, _, number = device.partition(":")
+    if kind != "cuda":
+        return device, {}
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    own = named[int(number)] if len(named) > 1 else number
+    return "cuda:0", {"CUDA_VISIBLE_DEVICES": own, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
+
 # Sockets
 
 

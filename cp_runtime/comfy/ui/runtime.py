@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Set
+from dataclasses import dataclass
 from functools import cache
 from itertools import permutations
 from typing import Any
@@ -28,6 +29,7 @@ from ...pool.config import DeviceInventory, RuntimeConfig, WorkerSite, has_code
 from ...pool.launcher import child_environment
 from ...pool.peers import is_p2p_disabled, without_peer_access
 from ...pool.processes import WAITING
+from ...system import system
 from ...timing.expected import expected
 from ..shared.recipe import describe
 from .residency import free_for_ranks
@@ -62,19 +64,42 @@ def device_inventory() -> DeviceInventory:
         count = 0 if kind == "cpu" else torch.get_device_module(kind).device_count()
     except RuntimeError:  # a device type that torch has no module for
         count = 1
-    return DeviceInventory(type=kind, count=count, others=OTHERS.devices, too_old=_too_old(count) if kind == "cuda" else ())
+    if kind == "cuda":
+        gpus = cuda_gpus(count)
+        return DeviceInventory(type=kind, count=len(gpus), others=OTHERS.devices, too_old=_too_old(gpus))
+    return DeviceInventory(type=kind, count=count, others=OTHERS.devices)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A CUDA device."""
+
+    title: str
+    memory: int  # bytes
+    capability: tuple[int, int]
 
 
 @cache
-def _too_old(count: int) -> tuple[int, ...]:
+def cuda_gpus(visible: int) -> tuple[Gpu, ...]:
+    """Return the CUDA devices that ranks may use. `visible`: how many this process sees."""
+    chosen = args.cuda_device is not None or args.default_device is not None
+    if not chosen and os.environ.get("CUDA_VISIBLE_DEVICES") == "0" and (hidden := system.hidden_gpus()):
+        return tuple(Gpu(*each) for each in hidden)  # ComfyUI itself has hidden them
+    found = [torch.cuda.get_device_properties(number) for number in range(visible)]
+    return tuple(Gpu(str(each.name), int(each.total_memory), (each.major, each.minor)) for each in found)
+
+
+@cache
+def _too_old(gpus: tuple[Gpu, ...]) -> tuple[int, ...]:
     """Return the numbers of CUDA devices that torch was built without code for."""
     architectures, found = torch.cuda.get_arch_list(), []
-    for number in range(count):
-        capability = torch.cuda.get_device_capability(number)
-        if not has_code(architectures, capability):
+    for number, gpu in enumerate(gpus):
+        if not has_code(architectures, gpu.capability):
             found.append(number)
-            name, version = torch.cuda.get_device_name(number), "{}.{}".format(*capability)
-            log.warning("cuda:%d (%s) is left out: torch was built without code for compute capability %s", number, name, version)
+            version = "{}.{}".format(*gpu.capability)
+            log.warning(
+                "cuda:%d (%s) is left out: torch was built without code for compute capability %s", number, gpu.title, version
+            )
     return tuple(found)
 
 
@@ -117,10 +142,11 @@ def found_devices() -> dict[str, Any]:
     """
     inventory = device_inventory()
     names = [f"{inventory.type}:{index}" for index in inventory.usable or range(inventory.default_ranks)]
-    pairs = [f"{one} to {other}" for one, other in permutations(names, 2)] if is_p2p_disabled() else None
+    pairs = [f"{one} to {other}" for one, other in permutations(names, 2)]
+    blocked = is_p2p_disabled() or not system.HAS_DEVICE_BACKENDS
     reason = why_no_gpu(inventory, args.cpu, bool(torch.version.cuda or torch.version.hip))
     own = [{"name": name, **_description(inventory.type, index)} for index, name in enumerate(names)]
-    indirect = (pairs or without_peer_access(names)) if inventory.type == "cuda" else None
+    indirect = (pairs if blocked else without_peer_access(names)) if inventory.type == "cuda" else None
     gpus = () if inventory.type == "cpu" else range(2, len(names) + 1)
     return {
         "devices": own + [{"name": name, "title": "", "memory": 0} for name in inventory.others],
@@ -131,7 +157,10 @@ def found_devices() -> dict[str, Any]:
 
 
 def _description(kind: str, index: int) -> dict[str, Any]:
-    """Return what torch knows of a device, which may be nothing."""
+    """Return what is known of a device, which may be nothing."""
+    if kind == "cuda":
+        gpu = cuda_gpus(torch.cuda.device_count())[index]
+        return {"title": gpu.title, "memory": gpu.memory}
     properties = getattr(getattr(torch, kind, None), "get_device_properties", None)
     found = None if properties is None or kind == "cpu" else properties(index)
     return {"title": str(getattr(found, "name", "")), "memory": int(getattr(found, "total_memory", 0))}
