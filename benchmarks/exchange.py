@@ -4,8 +4,9 @@
 
 host us: median of all that Ulysses does around an empty attention on tiny tensors, on the slower rank: both exchanges with their
 copies and waits. work us: processor time of the same.
-all_to_all ms: median for 4.2 MB to every other rank. Ulysses ms: both exchanges of a block of `tokens`, with 24 heads of 128 in 16
-bits. memcpy ms: one copy of the bytes that `all_to_all` sends, on all ranks at a time.
+all_to_all ms: median for 4.2 MB to every other rank. in place ms: the same packed into shared memory and read where it lies, as
+attention does. Ulysses ms: both exchanges of a block of `tokens`, with 24 heads of 128 in 16 bits. memcpy ms: one copy of the bytes
+that `all_to_all` sends, on all ranks at a time.
 """
 
 from __future__ import annotations
@@ -60,6 +61,16 @@ def of_rank(tokens: int, repetitions: int) -> None:
     counts[group.rank] = 0
     send, received = (torch.ones(sum(counts), dtype=torch.uint8) for _ in range(2))
     runs["all_to_all"] = lambda: group.all_to_all(send, counts, received, counts).wait()
+    shared = group.shared
+
+    def in_place() -> None:
+        made = shared.space(BYTES, torch.uint8)
+        made.copy_(send[:BYTES])
+        for _ in group.pass_around(shared, made, [BYTES] * group.size):
+            pass
+
+    if shared is not None:
+        runs["in place"] = in_place
     runs["Ulysses"] = ulysses(group, tokens, HEADS, HEAD_DIM, torch.bfloat16)
     runs["memcpy"] = lambda: received.copy_(send)
     seconds = {}
@@ -68,12 +79,13 @@ def of_rank(tokens: int, repetitions: int) -> None:
             run()
         dist.barrier()
         seconds[name] = times(run, repetitions)
-    sent = of_all(tuple(seconds[name][0] for name in runs))[0]
+    wall = dict(zip(runs, of_all(tuple(seconds[name][0] for name in runs))[0], strict=True))
     if group.rank == 0:
-        host, exchanged, block, copied = sent
         report(
-            name=f"{group.size} ranks", host_us=1e6 * host, work_us=1e6 * seconds["host"][1], all_to_all_ms=1e3 * exchanged,
-            memcpy_ms=1e3 * copied, ratio=exchanged / copied, ulysses_ms=1e3 * block,
+            name=f"{group.size} ranks", host_us=1e6 * wall["host"], work_us=1e6 * seconds["host"][1],
+            all_to_all_ms=1e3 * wall["all_to_all"], in_place_ms=1e3 * wall.get("in place", 0.0), memcpy_ms=1e3 * wall["memcpy"],
+            ratio=wall["all_to_all"] / wall["memcpy"], in_place_ratio=wall.get("in place", 0.0) / wall["memcpy"],
+            ulysses_ms=1e3 * wall["Ulysses"],
         )  # fmt: skip
 
 

@@ -43,7 +43,8 @@ class CompileSettings:
 
     Args:
         backend, mode, options: as in `torch.compile`; options as pairs, so that settings can be compared.
-        dynamic: whether sizes may change without recompilation; None = yes.
+        dynamic: whether sizes may change without recompilation; None = not at first: fixed sizes need fewer checks, which are
+            time of the host in every block. At a second size torch compiles once more, for all that follow.
 
     Raises:
         ValueError: an option outside OPTIONS, or a value that is no number. It may come from another computer.
@@ -61,9 +62,9 @@ class CompileSettings:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        named = {"backend": self.backend, "dynamic": self.dynamic is not False, "fullgraph": True}
-        chosen = {"mode": self.mode, "options": dict(self.options)}
-        return named | {name: value for name, value in chosen.items() if value}
+        named = {"backend": self.backend, "fullgraph": True}
+        chosen = {"mode": self.mode or None, "options": dict(self.options) or None, "dynamic": self.dynamic}
+        return named | {name: value for name, value in chosen.items() if value is not None}
 
 
 class CompiledBlocks:

@@ -27,6 +27,7 @@ ENOUGH, LONG = 0.02, 1.0  # seconds to measure a link, and the limit where it be
 RISING = 0.3  # seconds of work that bring the clocks of an idle accelerator up
 SIZES = {"cpu": (256, 1 << 18, 256), "accelerator": (4096, 1 << 22, 4096)}
 """Problem sizes: tokens of an attention, elements to send, side of a matrix."""
+HEAD_DIM = 128  # of nearly all of the large models: attention with 64 is slower
 STEPS = 4  # shares are multiples of this fraction of the slowest rank's
 
 
@@ -87,7 +88,7 @@ def measure(mesh: SequenceMesh, device: torch.device, name: str = "", machines: 
     cpu, place = device.type == "cpu", torch.device("cpu") if whole.via_host else device
     tokens, elements, side = SIZES["cpu" if cpu else "accelerator"]
     dtype = torch.float32 if cpu else torch.bfloat16
-    qkv = torch.randn(3, 1, 4, tokens, 64, device=device).to(dtype)
+    qkv = torch.randn(3, 1, 4, tokens, HEAD_DIM, device=device).to(dtype)
     matrix = torch.randn(side, side, device=device).to(dtype)
     block = torch.zeros(elements * 4, dtype=dtype, device=device)
 
@@ -133,7 +134,7 @@ def measure(mesh: SequenceMesh, device: torch.device, name: str = "", machines: 
     rates = (
         latency,
         bandwidth,
-        4 * 4 * tokens**2 * 64 / best(lambda: scaled_dot_product_attention(*qkv)),
+        4 * 4 * tokens**2 * HEAD_DIM / best(lambda: scaled_dot_product_attention(*qkv)),
         2 * block.nbytes / best(block.clone),
         overlap,
         2 * side**3 / best(lambda: matrix @ matrix),

@@ -1,7 +1,8 @@
 """Ring attention: queries stay, chunks of keys and values go around. Source: Liu et al., "Ring Attention", arXiv 2310.01889.
 
 They move from neighbour to neighbour in R - 1 exchanges, each in flight while the previous chunk is computed on. Two packed chunk
-buffers are held beside the local keys and values: 2 / R of the whole. It is exact for uneven chunks and any mask.
+buffers are held beside the local keys and values: 2 / R of the whole. Where ranks share memory, each packs its chunk once, and the
+others read it there. It is exact for uneven chunks and any mask.
 
 Partial attentions are merged by output and log-sum-exp. With out_i = softmax-weighted values over part i and lse_i = log of the sum
 of exponentiated scores there, attention over both parts is the average of the outputs with weights exp(lse_i - lse), lse =
@@ -12,7 +13,7 @@ Shape suffixes: B batch, H query heads, K key/value heads, L queries of this ran
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -73,22 +74,34 @@ def rotate(
     """
     own = [encode(tensor) if coded else tensor for tensor in (k_BKCD, v_BKCD)]
     B, K, _, D = own[0].shape
-    R, rank = group.size, group.rank
     merged = PartialAttention(convert_to_fp32)
-    buffers = [own[0].new_empty(2 * B * K * D * max(lengths)) for _ in range(2)]
-
-    def packed(step: int) -> Tensor:
-        return buffers[step % 2][: 2 * B * K * D * lengths[(rank - step) % R]]
-
-    torch.stack(own, out=packed(0).view(2, *own[0].shape))
-    for step in range(R):
-        coming = group.exchange(packed(step), packed(step + 1)) if step + 1 < R else None
-        chunk = (rank - step) % R
+    for step, packed in enumerate(_around(group, own, [2 * B * K * D * length for length in lengths])):
+        chunk = (group.rank - step) % group.size
         if step:
-            arrived = packed(step).view(2, B, K, lengths[chunk], D)
+            arrived = packed.view(2, B, K, lengths[chunk], D)
             k_BKCD, v_BKCD = decode(arrived, q_BHLD.dtype) if coded else arrived
         if q_BHLD.shape[2] and lengths[chunk]:
             merged.add(*attend(q_BHLD, k_BKCD, v_BKCD, chunk))
+    return q_BHLD if merged.out is None else merged.out.to(q_BHLD.dtype)
+
+
+def _around(group: RankGroup, own: Sequence[Tensor], elements: Sequence[int]) -> Iterator[Tensor]:
+    """Return the packed chunks of all ranks, flat: this rank's, then that of the previous one, and so on. Each is there until the
+    next one is asked for. `elements`: of every chunk."""
+    R, rank, first = group.size, group.rank, own[0]
+    if first.is_cpu and (shared := group.shared) is not None:
+        made = shared.space(elements[rank] * first.element_size(), first.dtype)
+        torch.stack(list(own), out=made.view(2, *first.shape))
+        yield from group.pass_around(shared, made, [count * first.element_size() for count in elements])
+        return
+    buffers = [first.new_empty(max(elements)) for _ in range(2)]
+
+    def packed(step: int) -> Tensor:
+        return buffers[step % 2][: elements[(rank - step) % R]]
+
+    torch.stack(list(own), out=packed(0).view(2, *first.shape))
+    for step in range(R):
+        coming = group.exchange(packed(step), packed(step + 1)) if step + 1 < R else None
+        yield packed(step)
         if coming is not None:
             coming.wait()
-    return q_BHLD if merged.out is None else merged.out.to(q_BHLD.dtype)

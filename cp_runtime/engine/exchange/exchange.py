@@ -63,6 +63,10 @@ class Arrival:
             target.copy_(self._exchange.segments[self.source].view(self.at + at, count))
         self.release()
 
+    def wait(self) -> None:
+        """Wait until all of it is there."""
+        self._exchange.wait_for(self, 0)
+
     def release(self) -> None:
         """Give the memory back to its sender."""
         self.is_read = True
@@ -93,7 +97,7 @@ class Parts:
 
     def wait(self) -> None:
         for arrival in self._arrivals:
-            self._exchange.wait_for(arrival, 0)
+            arrival.wait()
 
     def read(self) -> list[Tensor]:
         """Wait, and return the parts of all ranks, flat and in order; without those that are empty."""
@@ -177,6 +181,14 @@ class Exchange:
         slot.readers += 1
         own = self.segments[me].view(slot.at + begin, sent[me] // made.element_size(), made.dtype)
         return Parts(self, arrivals, slot, own, sum(map(bool, arriving[:me])))
+
+    def to_all(self, made: Tensor, arriving: Sequence[int]) -> list[Arrival | None]:
+        """Send what was made in `space` to all other ranks, and receive what they send to all. `arriving`: bytes. Return messages
+        by rank: none from this one, and none that is empty."""
+        others = [rank for rank in range(len(arriving)) if rank != self.rank]
+        if self._open is not None:
+            self._send(self._open, self._open.at, made.nbytes, others)
+        return [self._expect(rank, arriving[rank]) if rank in others and arriving[rank] else None for rank in range(len(arriving))]
 
     def has_read(self, slot: Slot) -> None:
         slot.readers -= 1

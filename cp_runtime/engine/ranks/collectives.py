@@ -231,6 +231,32 @@ class RankGroup:
             parts = shared.parts(send, sent, arriving)
         return PendingParts(self, "all_to_all", parts, send.nbytes - sent[self.rank], send)
 
+    def pass_around(self, shared: Exchange, made: Tensor, arriving: Sequence[int]) -> Iterator[Tensor]:
+        """Send memory to all ranks; return this rank's, then that of the previous one, and so on. Each is flat, read where it
+        lies, and there until the next one is asked for. It counts as `size - 1` exchanges, each of the bytes of `made`.
+
+        Args:
+            shared: that of this group.
+            made: memory of its `space`, which now holds what this rank sends.
+            arriving: bytes from every rank, this one included.
+        """
+        with trace_range("cp.exchange"):
+            arrivals = shared.to_all(made, arriving)
+        for step in range(self.size):
+            if step + 1 < self.size:
+                self.stats.started("exchange", made.nbytes)
+            if not step:
+                yield made
+            elif (arrival := arrivals[self.rank - step]) is None:
+                yield made[:0]
+            else:
+                yield arrival.borrow(made.dtype)
+                arrival.release()
+            if step + 1 < self.size:
+                coming = arrivals[self.rank - step - 1]
+                with trace_range("cp.wait", "exchange"):
+                    self.stats.wait([] if coming is None else [coming], made.device, on_host=True)
+
     def exchange(self, send: Tensor, received: Tensor) -> Pending:
         """Send a tensor to the next rank, and receive one from the previous rank into `received`."""
         sent, arriving = [0] * self.size, [0] * self.size

@@ -49,7 +49,9 @@ def attend(mesh, ring, ulysses, method, lengths, shares=()):
     local = [layout.take_local(tensor, rank, 1) for tensor in (q, k, v)]
     mesh.stats.reset()
     out = context_parallel_attention(*local, mesh=mesh, config=config, q_layout=layout)
-    return out, dict(mesh.stats.bytes), dict(mesh.stats.counts), mesh.stats.pending
+    sent = of_all(dict(mesh.stats.bytes))  # over sockets, a ring passes on what others have sent
+    total = {kind: sum(each[kind] for each in sent) for kind in sent[0]}
+    return out, total, dict(mesh.stats.counts), mesh.stats.pending
 
 
 wrong = []
