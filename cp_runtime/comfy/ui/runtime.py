@@ -145,7 +145,7 @@ def found_devices() -> dict[str, Any]:
     pairs = [f"{one} to {other}" for one, other in permutations(names, 2)]
     blocked = is_p2p_disabled() or not system.HAS_DEVICE_BACKENDS
     reason = why_no_gpu(inventory, args.cpu, bool(torch.version.cuda or torch.version.hip))
-    own = [{"name": name, **_description(inventory.type, index)} for index, name in enumerate(names)]
+    own = [{"name": name, **_description(inventory, index)} for index, name in enumerate(names)]
     indirect = (pairs if blocked else without_peer_access(names)) if inventory.type == "cuda" else None
     gpus = () if inventory.type == "cpu" else range(2, len(names) + 1)
     return {
@@ -156,10 +156,11 @@ def found_devices() -> dict[str, Any]:
     }
 
 
-def _description(kind: str, index: int) -> dict[str, Any]:
+def _description(inventory: DeviceInventory, index: int) -> dict[str, Any]:
     """Return what is known of a device, which may be nothing."""
+    kind = inventory.type
     if kind == "cuda":
-        gpu = cuda_gpus(torch.cuda.device_count())[index]
+        gpu = cuda_gpus(inventory.count)[index]
         return {"title": gpu.title, "memory": gpu.memory}
     properties = getattr(getattr(torch, kind, None), "get_device_properties", None)
     found = None if properties is None or kind == "cpu" else properties(index)

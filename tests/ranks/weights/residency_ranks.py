@@ -202,7 +202,9 @@ report(
 model.diffusion_model = build(families.load("unet").MODELS["sd15"])
 stock_inventory, devices.device_inventory = devices.device_inventory, lambda: DeviceInventory(type="cuda", count=2)
 torch.cuda.can_device_access_peer = lambda *_: True
-torch.cuda.get_device_properties = lambda index: SimpleNamespace(name=f"RTX {index + 3}090", total_memory=24 << 30)
+torch.cuda.get_device_properties = lambda index: SimpleNamespace(
+    name=f"RTX {index + 3}090", total_memory=24 << 30, major=8, minor=6
+)
 report(step="devices", cuda=devices.found_devices()["devices"], ranks=devices.default_config().devices)
 devices.device_inventory = stock_inventory
 report(step="halves at once, UNet", enough=batches([1.6] * 4), less=batches([1.4] * 4))
