@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from support import card_cases, checkpoints, families, preloaded
-from support.graphs import family_prompt, flux_prompt
+from support.graphs import family_prompt
 from support.package import ROOT
 from support.ranks import run_ranks
 from support.vae_graphs import vae_prompt
@@ -25,7 +25,7 @@ from cp_runtime.pool.config import ONE_CARD
 from .faults import FAULTS, StruckServer
 from .replays import replay
 from .section import NEEDS_SEVERAL, Section
-from .server import TIMEOUT, Server, new_models
+from .server import new_models
 
 ATTENTION = ROOT / "tests" / "ranks" / "attention"
 LINK = Path(__file__).with_name("link_ranks.py")
@@ -35,7 +35,6 @@ PAIR, TEAMS = 2, 4  # ranks
 EVERY = 13  # of the attention cases, where an exchange takes long: some 15 ms over NCCL on one card
 STRUCK = ("SIGKILL in a call", "out of device memory, until room is made", "out of device memory")
 PLANNED_LOSS = 1.25  # times the best choice that the planner's may take
-STEPS = 6
 
 
 def modes(section: Section) -> None:
@@ -64,10 +63,10 @@ def nccl_ranks(section: Section) -> None:
 
 
 def several(section: Section) -> None:
-    """NCCL between GPUs, how fast they talk, the planner's choices, and the gain. The figures of a rehearsal say nothing."""
+    """NCCL between GPUs, how fast they talk, and the planner's choices. The figures of a rehearsal say nothing."""
     ranks = torch.cuda.device_count()
     if ranks < 2:
-        section.add("NCCL between GPUs, their speed, the gain", NEEDS_SEVERAL)
+        section.add("NCCL between GPUs, their speed", NEEDS_SEVERAL)
         return
     place = {"device": "cuda", "backend": "nccl"}
     with section.part("planner"):
@@ -84,17 +83,6 @@ def several(section: Section) -> None:
     devices = {"devices": ",".join(f"cuda:{index}" for index in range(ranks))}
     serve(section, ranks, devices)
     replay(section, {"Ulysses as CUDA graphs": ({"ulysses_degree": ranks, **devices}, 2, 1.0)})
-    models, (hidden, double, single, side) = new_models(), (512, 1, 2, 256) if section.rehearse else (3072, 3, 6, 1024)
-    checkpoints.write_flux("gain", models, hidden, double, single, dtype=torch.bfloat16)
-    with section.part("gain"), Server(section, models, "--bf16-unet") as server:
-
-        def seconds(cp: dict[str, int] | None) -> float:
-            """The shortest step: the first ones load and warm up."""
-            graph = flux_prompt(ckpt="gain", width=side, height=side, tokens=256, steps=STEPS, cp=cp)
-            return min(server.step_seconds(server.run(graph, timeout=TIMEOUT).check()))
-
-        stock, shared = seconds(None), seconds({"world_size": ranks})
-        section.add(f"Flux blocks on {ranks} devices", stock_seconds=stock, seconds=shared, gain=stock / shared)
 
 
 def compare(section: Section, world: int, every: int, **place: str) -> None:

@@ -60,9 +60,9 @@ class Server(ComfyServer):
             cpu=cpu,
         )
 
-    def measured(self, prompt: Prompt) -> tuple[Tensor, Result]:
+    def measured(self, prompt: Prompt, timeout: float = TIMEOUT) -> tuple[Tensor, Result]:
         """Run a prompt that must succeed; return its latent, in float32."""
-        result = self.run(prompt, timeout=TIMEOUT).check()
+        result = self.run(prompt, timeout=timeout).check()
         return self.latent(result).float(), result
 
     def compare(self, name: str, stock: Prompt, ours: Prompt) -> Tensor | None:

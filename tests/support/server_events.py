@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import struct
 import threading
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import websocket
+import aiohttp
 
 _PREVIEW_EVENTS = {1: 8, 4: None}
 """Binary events that hold an image, and where the image starts. None: after a JSON text whose length comes first."""
@@ -101,14 +104,14 @@ class Listener:
 
     def __init__(self, port: int) -> None:
         self.client_id = uuid.uuid4().hex
-        url = f"ws://127.0.0.1:{port}/ws?clientId={self.client_id}"
-        self._socket = websocket.create_connection(url, timeout=10.0, http_no_proxy=["127.0.0.1"], skip_utf8_validation=True)
-        self._socket.settimeout(None)
+        self._url = f"http://127.0.0.1:{port}/ws?clientId={self.client_id}"
         self._events: list[Event] = []
         self._ended: set[str] = set()  # ids of prompts
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._listen, name="comfy-events", daemon=True)
+        self._loop, self._connected = asyncio.new_event_loop(), Future[None]()
+        self._thread = threading.Thread(target=self._run, name="comfy-events", daemon=True)
         self._thread.start()
+        self._connected.result(20.0)
 
     def snapshot(self) -> list[Event]:
         with self._changed:
@@ -133,32 +136,41 @@ class Listener:
             return self._changed.wait_for(lambda: prompt_id in self._ended, timeout)
 
     def close(self) -> None:
-        self._socket.shutdown()
+        with contextlib.suppress(RuntimeError):  # it has ended already
+            self._loop.call_soon_threadsafe(self._listening.cancel)
         self._thread.join(5.0)
 
-    def _listen(self) -> None:
-        while True:
-            try:
-                kind, frame = self._socket.recv_data()
-            except (OSError, websocket.WebSocketException):
-                return
-            if kind == websocket.ABNF.OPCODE_CLOSE:
-                return
-            event = _event(kind, frame)
-            if event is not None:
-                with self._changed:
-                    self._events.append(event)
-                    if event.type in _ENDS:
-                        self._ended.add(event.data["prompt_id"])
-                    self._changed.notify_all()
+    def _run(self) -> None:
+        self._listening = self._loop.create_task(self._listen())
+        try:
+            self._loop.run_until_complete(self._listening)
+        except asyncio.CancelledError:
+            pass
+        except Exception as error:  # noqa: BLE001  (raised where the connection is waited for)
+            if not self._connected.done():
+                self._connected.set_exception(error)
+        finally:
+            self._loop.close()
+
+    async def _listen(self) -> None:
+        async with aiohttp.ClientSession() as session, session.ws_connect(self._url, max_msg_size=0) as socket:
+            self._connected.set_result(None)
+            async for message in socket:
+                event = _event(message.data)
+                if event is not None:
+                    with self._changed:
+                        self._events.append(event)
+                        if event.type in _ENDS:
+                            self._ended.add(event.data["prompt_id"])
+                        self._changed.notify_all()
 
 
-def _event(kind: int, frame: bytes) -> Event | None:
+def _event(frame: str | bytes) -> Event | None:
     now = time.monotonic()
-    if kind == websocket.ABNF.OPCODE_TEXT:
+    if isinstance(frame, str):
         message = json.loads(frame)
         return Event(time=now, type=message["type"], data=message.get("data"))
-    if kind != websocket.ABNF.OPCODE_BINARY or len(frame) < 8:
+    if len(frame) < 8:
         return None
     number, length = struct.unpack(">II", frame[:8])
     if number == _TEXT_EVENT:
