@@ -8,7 +8,7 @@ SETUP = assignments=$$("$(PYTHON)" .ci/setup.py --print) && eval "$$assignments"
 # `python -m pytest` would put the checkout on sys.path, where the folder nodes/ hides ComfyUI's nodes.py.
 PYTEST = "$$CP_PYTHON" -c 'import sys; sys.path[:] = filter(None, sys.path); import pytest; sys.exit(pytest.main())'
 
-.PHONY: help setup test test-quick demo play pictures bench gpu-check soak machines windows coverage registry plan definitions lint lint-ruff lint-format lint-mypy lint-codespell
+.PHONY: help setup test test-quick demo play train-demo pictures bench gpu-check soak machines windows coverage registry plan definitions lint lint-ruff lint-format lint-mypy lint-codespell
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1 - \2/p' Makefile
@@ -25,8 +25,11 @@ test-quick: ## lint, the tests that need no ComfyUI, and one prompt per mode on 
 demo: ## run the main job: the same picture from one rank and from several
 	@$(SETUP) && "$$CP_PYTHON" benchmarks/demo.py $(DEMO_ARGS)
 
-play: ## start ComfyUI with this pack and a tiny model, to click around in
+play: ## start ComfyUI with this pack and a small model that draws digits, to click around in
 	@$(SETUP) && "$$CP_PYTHON" .ci/play.py
+
+train-demo: ## train the model that draws digits anew, from nothing (20 minutes on two idle cores; TRAIN_ARGS="--minutes 20")
+	@$(SETUP) && "$$CP_PYTHON" benchmarks/digits/train.py $(TRAIN_ARGS)
 
 pictures: ## take every picture of documents, help and templates anew, and the README's clip (10 minutes on two idle cores)
 	@$(SETUP) && CP_SCREENSHOTS=1 $(PYTEST) tests/browser && "$$CP_PYTHON" tests/browser/clip.py

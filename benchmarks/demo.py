@@ -2,7 +2,8 @@
 
     make demo, or COMFYUI_PATH=... python benchmarks/demo.py [--ranks 2] [--steps 4] [--size 1024]
 
-The checkpoint has Flux's architecture and random weights, so the picture is noise; time, progress and the comparison are real.
+First a page of digits from one rank and from several, by a small Flux that has learned to draw them. It is too small to gain time:
+that is measured on a larger one with random weights, whose picture is noise; time, progress and the comparison are real.
 Text encoders and VAE are left out of the workflow: their files are not here. One thread per rank, so that one rank has one core
 and N ranks have N.
 """
@@ -19,13 +20,17 @@ from typing import Any
 
 import common
 import torch
+from digits import graphs, page, reader
+from PIL import Image
 from support import checkpoints
 from support.graphs import cp_config
 from support.processes import OtherPrograms
-from support.server import ComfyServer
+from support.server import CUSTOM_NODES, ComfyServer
 
 WORKFLOW = common.ROOT / "workflows" / "api" / "Flux on all GPUs.json"
 TEXT_TOKENS = 256
+DIGITS = "31412718"
+SHOWN = 2  # rows of the page, in the terminal
 LEFT_OVER = 0.95  # of the cores that the ranks need, at least: else other programs have changed what is measured
 
 
@@ -81,6 +86,7 @@ def prompt(ranks: int, size: int, steps: int) -> dict[str, Any]:
 def sample(server: ComfyServer, ranks: int, size: int, steps: int) -> Sampled:
     """Queue the workflow and print its progress."""
     label = "1 rank, ComfyUI's own path" if ranks == 1 else f"{ranks} ranks, context parallel"
+    label += f", {(size // 16) ** 2 + TEXT_TOKENS} tokens per step"
     print(f"\n{label}:", flush=True)
     began, load, others = time.monotonic(), None, 0.0
     prompt_id = server.queue(prompt(ranks, size, steps))
@@ -105,6 +111,26 @@ def sample(server: ComfyServer, ranks: int, size: int, steps: int) -> Sampled:
     return Sampled(server.latent(result), sum(seconds) / len(seconds), others, file)
 
 
+def draw(server: ComfyServer, ranks: int, out: Path) -> torch.Tensor:
+    """Draw a page of digits; show its first rows, and what can be read. Returns the latent."""
+    cp = None if ranks == 1 else {"world_size": ranks}
+    began = time.monotonic()
+    latent = server.sample(graphs.pages(DIGITS, cp=cp), 600)
+    seconds, (picture,) = time.monotonic() - began, page.from_latent(latent)
+    Image.fromarray((picture * 255).byte().numpy()).save(out / f"digits_{ranks}_ranks.png")
+    read = reader.read(page.digits(picture[None]))[0]
+    right = int((read == page.classes(DIGITS)[:, None]).sum())
+    print(f"\nthe page from {ranks} rank{'s' if ranks > 1 else ''}, {right} of {read.numel()} digits legible, {seconds:.1f} s:")
+    print(text_of(picture[: SHOWN * page.PIXELS]), flush=True)
+    return latent
+
+
+def text_of(picture: torch.Tensor) -> str:
+    """A picture [height, width] as text, a character for 4 × 8 pixels."""
+    halves = torch.nn.functional.avg_pool2d(picture[None, None], 4)[0, 0].unflatten(0, (-1, 2)) > 0.4
+    return "\n".join("".join(" ▀▄█"[int(upper) + 2 * int(lower)] for upper, lower in zip(*line, strict=True)) for line in halves)
+
+
 def main() -> None:
     options = common.options(
         __doc__,
@@ -121,9 +147,14 @@ def main() -> None:
     print("writing a checkpoint: Flux architecture, hidden 1024, 2 double and 4 single blocks, random weights", flush=True)
     with common.models() as models:
         checkpoints.write_flux("flux_demo", models, hidden=1024, double_blocks=2, single_blocks=4)
-        print(f"starting ComfyUI; {(options.size // 16) ** 2 + TEXT_TOKENS} tokens per step", flush=True)
+        print("starting ComfyUI", flush=True)
         arguments = ["--use-pytorch-cross-attention"]
-        with ComfyServer(comfyui, models=models, args=arguments, env={"OMP_NUM_THREADS": "1"}) as server:
+        graphs.put_weights(models)
+        nodes = CUSTOM_NODES | graphs.NODES
+        with ComfyServer(comfyui, models=models, custom_nodes=nodes, args=arguments, env={"OMP_NUM_THREADS": "1"}) as server:
+            print(f"drawing a page of digits, prompt {DIGITS}", flush=True)
+            alone, together = (draw(server, ranks, out) for ranks in (1, options.ranks))
+            print(f"max |difference| of the two pages: {(alone - together).abs().max():.1e} (standard deviation {alone.std():.2f})")
             one, many = (sample(server, ranks, options.size, options.steps) for ranks in (1, options.ranks))
             for run in (one, many):
                 (out / run.file.name).write_bytes(run.file.read_bytes())
@@ -134,7 +165,7 @@ def main() -> None:
         print(said)
     difference = (one.latent - many.latent).abs().max()
     print(f"max |difference| of the latents: {difference:.1e} (standard deviation {one.latent.std():.2f})")
-    print(f"latents and the server's log: {out}")
+    print(f"pages, latents and the server's log: {out}")
     print(f"{time.monotonic() - began:.0f} s in all")
 
 

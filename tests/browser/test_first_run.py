@@ -50,7 +50,8 @@ SLOT = """([kind, input, name]) => {
 }"""
 FEW = """() => {
     const set = (kind, input, value) => {
-        app.graph.nodes.find(node => node.type.endsWith(kind)).widgets.find(({ name }) => name === input).value = value;
+        for (const node of app.graph.nodes.filter(node => node.type.endsWith(kind)))
+            node.widgets.find(({ name }) => name === input).value = value;
     };
     set('Sampler', 'steps', 3);
     set('LatentImage', 'width', 256);
@@ -119,25 +120,27 @@ def run(page: Page, kind: str, says: str = SPEED) -> None:
 
 
 def test_the_link_shows_a_graph_that_runs(page: Page) -> None:
-    """All of it in view and large enough to read; of nodes, ComfyUI's and this pack's."""
+    """All of it in view and large enough to read; of nodes, ComfyUI's, this pack's, and two for digits."""
     expect(page.get_by_role("dialog")).to_have_count(0)
     page.wait_for_function(ALL_IN_VIEW)
     assert page.evaluate("app.canvas.ds.scale") > 0.6
     info = page.evaluate("async () => (await app.api.fetchApi('/object_info')).json()")
     assert {node["python_module"] for node in info.values() if node["python_module"].startswith("custom_nodes.")} == {
-        f"custom_nodes.{PACK}"
+        f"custom_nodes.{PACK}",
+        "custom_nodes.digits",
     }
     assert {*page.evaluate("app.graph.nodes.map(node => node.type)")} - {*info} == {"MarkdownNote"}
     page.evaluate(FEW)
     run(page, "CPSampler")
-    for kind in ("CPReport", "SaveImage"):  # of the report, and what CP VAE Decode has made
-        page.wait_for_function("kind => app.graph.nodes.find(node => node.type === kind).imgs?.length", arg=kind, timeout=PATIENCE)
+    for kind in ("CPReport", "SaveImage"):  # of the report, and the pages of one device and of two ranks
+        shown = "kind => app.graph.nodes.filter(node => node.type === kind).every(node => node.imgs?.length)"
+        page.wait_for_function(shown, arg=kind, timeout=PATIENCE)
     assert page.evaluate(COVERED) == []
 
 
 def test_a_model_that_is_larger_than_one_device(page: Page, link: str) -> None:
     """The other link of `make play`: each rank keeps a part, and the panel says so."""
-    page.goto(re.sub(r"template=[^&]+", "template=larger-model", link))
+    page.goto(re.sub(r"template=[^&]+", "template=larger", link))
     page.wait_for_function("window.app?.graph?.nodes.some(node => node.type === 'CPConfig')", timeout=PATIENCE)
     page.evaluate(FEW)
     run(page, "CPSampler")
