@@ -1,6 +1,6 @@
-"""Trains the model that draws digits, from nothing: `make train-demo`, 20 minutes on two idle cores.
+"""Trains the model that draws digits, from nothing: `make train-demo`, 18 minutes on two idle cores.
 
-    python benchmarks/digits/train.py [--minutes 20] [--out benchmarks/digits]
+    python benchmarks/digits/train.py [--minutes 18] [--out benchmarks/digits]
 
 Flow matching on scikit-learn's digits. Each process has one core and a part of the batch; they add up their gradients. Minutes are
 a core's: other programs make it longer, not worse.
@@ -118,7 +118,7 @@ def train(rank: int, ranks: int, meeting: str, minutes: float, out: Path) -> Non
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=20, help="of each core")
+    parser.add_argument("--minutes", type=float, default=18, help="of each core")
     parser.add_argument("--out", type=Path, default=HERE, help="folder for digits.safetensors; a later state replaces it")
     parser.add_argument("--processes", type=int, default=min(2, len(os.sched_getaffinity(0))), help="a core each")
     options = parser.parse_args()

@@ -135,6 +135,7 @@ def test_the_link_shows_a_graph_that_runs(page: Page) -> None:
     for kind in ("CPReport", "SaveImage"):  # of the report, and the pages of one device and of two ranks
         shown = "kind => app.graph.nodes.filter(node => node.type === kind).every(node => node.imgs?.length)"
         page.wait_for_function(shown, arg=kind, timeout=PATIENCE)
+    page.screenshot(path='/tmp/digits/play.png')
     assert page.evaluate(COVERED) == []
 
 
