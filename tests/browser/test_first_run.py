@@ -135,14 +135,13 @@ def test_the_link_shows_a_graph_that_runs(page: Page) -> None:
     for kind in ("CPReport", "SaveImage"):  # of the report, and the pages of one device and of two ranks
         shown = "kind => app.graph.nodes.filter(node => node.type === kind).every(node => node.imgs?.length)"
         page.wait_for_function(shown, arg=kind, timeout=PATIENCE)
-    page.screenshot(path='/tmp/digits/play.png')
     assert page.evaluate(COVERED) == []
 
 
 def test_a_model_that_is_larger_than_one_device(page: Page, link: str) -> None:
     """The other link of `make play`: each rank keeps a part, and the panel says so."""
     page.goto(re.sub(r"template=[^&]+", "template=larger", link))
-    page.wait_for_function("window.app?.graph?.nodes.some(node => node.type === 'CPConfig')", timeout=PATIENCE)
+    page.wait_for_function("window.app?.graph?.nodes.some(node => node.type === 'VAELoader')", timeout=PATIENCE)
     page.evaluate(FEW)
     run(page, "CPSampler")
     page.locator(".context-parallel-tab-button").click()

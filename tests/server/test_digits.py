@@ -12,7 +12,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 from digits import graphs, page, reader
 
 TEXTS = ("31412718", "05691234")
-STEPS = 10
+STEPS = 8
 ROWS = torch.stack([page.classes(text) for text in TEXTS])
 LEAST = 0.9
 """Of the digits of one rank that must be legible."""
