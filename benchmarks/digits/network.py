@@ -171,8 +171,8 @@ class Network(nn.Module):
                 parameter.view(6, -1)[[2, 5]] = 0.3
             elif name.endswith("modulation.lin.bias"):
                 parameter.view(3, -1)[2] = 0.3
-        # Left to itself, it has not found it after a quarter of the time. A query is one vector, which its place turns; the key of a text token is
-        # that vector as its own place would have turned it. So their product is largest where the places are the same.
+        # Left to itself, it had not found it after 1200 steps. A query is one vector, which its place turns; the key of a text
+        # token is that vector as its own place would have turned it. So their product is largest where the places are the same.
         self.txt_in.weight[:64] = torch.eye(64)
         query, key = self.double_blocks[0].img_attn.qkv, self.double_blocks[0].txt_attn.qkv
         query.weight[:HIDDEN] *= 0.2

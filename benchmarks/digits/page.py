@@ -52,16 +52,17 @@ def encode(rows: Tensor) -> Tensor:
 
 def from_latent(latent: Tensor) -> Tensor:
     """Pictures [B, 256, 256] with values from 0 to 1, of latents [B, 16, 64, 64] as ComfyUI's samplers return them."""
-    pixels = functional.pixel_shuffle((latent.float() - SHIFT) * SCALE, SQUARE)[:, 0]
+    pixels: Tensor = functional.pixel_shuffle((latent.float() - SHIFT) * SCALE, SQUARE)[:, 0]
     return ((pixels + 1) / 2).clamp(0, 1)
 
 
 def digits(pictures: Tensor) -> Tensor:
     """The digits of pictures [B, 256, 256] in the size of the data, [B, 8, 8, 64], values from 0 to 1."""
-    small: Tensor = functional.avg_pool2d(pictures[:, None], PIXELS // 8)[:, 0]
-    return small.unflatten(2, (COLUMNS, 8)).unflatten(1, (ROWS, 8)).transpose(2, 3).flatten(3)
+    small = functional.avg_pool2d(pictures[:, None], PIXELS // 8)
+    return small.view(-1, ROWS, 8, COLUMNS, 8).transpose(2, 3).flatten(3)
 
 
 def enlarge(images: Tensor) -> Tensor:
     """Images of digits [N, 8, 8], values from 0 to 1, as a page shows them: [N, 32, 32]."""
-    return functional.interpolate(images[:, None], (PIXELS, PIXELS), mode="bicubic", align_corners=False)[:, 0].clamp(0, 1)
+    large: Tensor = functional.interpolate(images[:, None], (PIXELS, PIXELS), mode="bicubic", align_corners=False)
+    return large[:, 0].clamp(0, 1)
