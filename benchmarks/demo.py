@@ -114,13 +114,12 @@ def sample(server: ComfyServer, ranks: int, size: int, steps: int) -> Sampled:
 def draw(server: ComfyServer, ranks: int, out: Path) -> torch.Tensor:
     """Draw a page of digits; show its first rows, and what can be read. Returns the latent."""
     cp = None if ranks == 1 else {"world_size": ranks}
-    began = time.monotonic()
     latent = server.sample(graphs.pages(DIGITS, cp=cp), 600)
-    seconds, (picture,) = time.monotonic() - began, page.from_latent(latent)
+    (picture,) = page.from_latent(latent)
     Image.fromarray((picture * 255).byte().numpy()).save(out / f"digits_{ranks}_ranks.png")
     read = reader.read(page.digits(picture[None]))[0]
     right = int((read == page.classes(DIGITS)[:, None]).sum())
-    print(f"\nthe page from {ranks} rank{'s' if ranks > 1 else ''}, {right} of {read.numel()} digits legible, {seconds:.1f} s:")
+    print(f"\nthe page from {ranks} rank{'s' if ranks > 1 else ''}, {right} of {read.numel()} digits legible; its first rows:")
     print(text_of(picture[: SHOWN * page.PIXELS]), flush=True)
     return latent
 

@@ -1,6 +1,6 @@
 """What is approximate costs in pictures: how many digits of a page can still be read, and how far it is from the exact one.
 
-    python benchmarks/digits/quality.py [--pages 16] [--results FOLDER] [--write]
+    python benchmarks/digits/quality.py [--pages 16] [--columns 1 2 3 4] [--results FOLDER] [--write]
 
 Real ranks behind a real server draw the same pages in every way. Legible: digits that `reader.py` reads as what was asked for, of
 64 per page, with Wilson's 95 % interval. PSNR: against the pages of one rank with the same steps and CFG. `--results` keeps figures
@@ -72,7 +72,7 @@ def psnr(pictures: torch.Tensor, exact: torch.Tensor) -> float:
     return min(MOST_PSNR, -10 * math.log10(max((pictures - exact).pow(2).mean().item(), 1e-12)))
 
 
-def measure(count: int, folder: Path) -> dict[str, Any]:
+def measure(count: int, columns: list[int], folder: Path) -> dict[str, Any]:
     """Figures by "row, steps, CFG": digits that are legible, digits, dB, and the seconds that it took. The folder keeps them."""
     kept = folder / "figures.json"
     found: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
@@ -82,7 +82,7 @@ def measure(count: int, folder: Path) -> dict[str, Any]:
         graphs.put_weights(models)
         arguments: dict[str, Any] = {"args": ["--use-pytorch-cross-attention"], "env": {"OMP_NUM_THREADS": "1"}}
         with ComfyServer(common.comfyui(), models=models, custom_nodes=CUSTOM_NODES | graphs.NODES, **arguments) as server:
-            for steps, cfg in COLUMNS:
+            for steps, cfg in (COLUMNS[number - 1] for number in columns):
                 exact = torch.empty(0)
                 for name, settings in ROWS.items():
                     key = f"{name}, {steps}, {cfg:g}"
@@ -100,7 +100,7 @@ def measure(count: int, folder: Path) -> dict[str, Any]:
 
 
 def table(found: dict[str, Any]) -> str:
-    """The figures as a table."""
+    """The figures as a table, of the columns that are whole."""
 
     def cell(name: str, steps: int, cfg: float) -> str:
         right, count, decibels, _ = found[f"{name}, {steps}, {cfg:g}"]
@@ -108,9 +108,11 @@ def table(found: dict[str, Any]) -> str:
         near = "" if name == "one rank" else f"; {'over ' if decibels >= MOST_PSNR else ''}{decibels:.0f} dB"
         return f"{100 * right / count:.1f} ({low:.1f}–{high:.1f}){near}"
 
-    head = " | ".join(f"{steps} steps, CFG {cfg:g}" for steps, cfg in COLUMNS)
-    lines = [f"| Legible digits in % | {head} |", "|---" * (len(COLUMNS) + 1) + "|"]
-    lines += [f"| {name} | {' | '.join(cell(name, *column) for column in COLUMNS)} |" for name in ROWS]
+    columns = [(steps, cfg) for steps, cfg in COLUMNS if all(f"{name}, {steps}, {cfg:g}" in found for name in ROWS)]
+    counts = [found[f"one rank, {steps}, {cfg:g}"][1] for steps, cfg in columns]
+    heads = [f"{steps} steps, CFG {cfg:g}, {count} digits" for (steps, cfg), count in zip(columns, counts, strict=True)]
+    lines = [f"| Legible digits in % | {' | '.join(heads)} |", "|---" * (len(columns) + 1) + "|"]
+    lines += [f"| {name} | {' | '.join(cell(name, *column) for column in columns)} |" for name in ROWS]
     return "\n".join(lines)
 
 
@@ -131,13 +133,14 @@ def main() -> None:
     options = common.options(
         __doc__,
         pages={"default": 16, "help": "per setting, of 64 digits each"},
+        columns={"default": [1, 2, 3, 4], "help": "of the table"},
         results={"type": Path, "help": "folder that keeps what was found; what it has is not measured again"},
         write={"action": "store_true", "help": "put the table into docs/numerics.md, and a picture into CP PipeFusion's help"},
     )
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.results or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        made = table(measure(options.pages, folder))
+        made = table(measure(options.pages, options.columns, folder))
         print(made)
         if options.write:
             text = DOCUMENT.read_text()
