@@ -49,7 +49,16 @@ MARKERS = {
 }
 # NumPy 2 calls crealf, which Wine 8 lacks. The C++ library in panda3d's wheel is of 2016: gloo hangs in its mutexes.
 INSTEAD = ("numpy==1.26.4", "msvc-runtime==14.44.35112")
-NOT_NEEDED = ("*playwright*", "comfyui-workflow-templates*", "diffusers", "mypy", "pre-commit", "ruff", "virtualenv")
+NOT_NEEDED = (
+    "*playwright*",
+    "comfyui-workflow-templates*",
+    "diffusers",
+    "mypy",
+    "pre-commit",
+    "ruff",
+    "scikit-learn",
+    "virtualenv",
+)
 BUILT = {
     "python.exe": ("-lkernel32", "-lshell32", "-Wl,--subsystem,console"),
     "python3.dll": ("-shared",),
