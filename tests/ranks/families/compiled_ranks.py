@@ -55,7 +55,8 @@ with torch.no_grad():
         model, failures = models(family)[case.model], []
         inputs, expected = case.make(), stock(family, name)[0]
         other = smaller(inputs)
-        other_expected = forward(model, other, case.options)
+        third = smaller(other)
+        other_expected, third_expected = forward(model, other, case.options), forward(model, third, case.options)
         installed = InstalledPlan(model, plan_for(model))
         blocks = CompiledBlocks(model, installed.plan, CompileSettings(backend=backend))
         blocks.failed = failures.append
@@ -71,6 +72,7 @@ with torch.no_grad():
         change_weights(model)
         step("other weights", inputs, case.options, expected)
         step("other size", other, case.options, other_expected)
+        step("third size", third, case.options, third_expected)
         with shared_out(model, own) as weights:
             step("shared weights", inputs, case.options, expected, weights)
             step("shared weights, fetched ahead", inputs, case.options, expected, weights)
