@@ -1,4 +1,4 @@
-"""The clip on top of the README: pages of digits on the ComfyUI of `make play`, drawn without and with Apply Context Parallel.
+"""The clip on top of the README: one graph on the ComfyUI of `make play`, run without and with Apply Context Parallel.
 
     make pictures
 
@@ -23,14 +23,12 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(CHECKOUT / "tests"))
 
 from browser.conftest import ARGUMENTS, CHROMIUM, SETTINGS  # noqa: E402
-
-sys.path.append(str(CHECKOUT / "benchmarks"))
-from digits import graphs  # noqa: E402
+from browser.test_first_run import STOCK  # noqa: E402
 
 TARGET = CHECKOUT / "docs" / "images" / "before-after.webp"
 COMMAND = "ContextParallel.UseAllGPUs"
 SIDE = {"width": 560, "height": 640}  # of the window
-TEXTS, STEPS, CFG = ("31412718",) * 4, 20, 3.0
+STEPS, PIXELS = 16, 512
 INTERVAL = 0.4  # seconds between pictures
 LAST = 3.0  # seconds for which the end is shown
 WIDTH, HEADER, GAP = 420, 54, 12  # pixels of a side in the clip
@@ -53,7 +51,10 @@ SEED = (
 
 
 def graph() -> dict[str, Any]:
-    return graphs.pages(*TEXTS, steps=STEPS, cfg=CFG)
+    made = {name: {**node, "inputs": dict(node["inputs"])} for name, node in STOCK.items()}
+    made["4"]["inputs"].update(width=PIXELS, height=PIXELS)
+    made["5"]["inputs"]["steps"] = STEPS
+    return made
 
 
 def run(page: Page, seed: int) -> list[tuple[float, Image.Image]]:
