@@ -93,7 +93,7 @@ def death(
     """
     for each in (noticed, *ranks):
         processes[each].wait(1)  # its channel closes a moment before it ends
-    rank = next((rank for rank in (noticed, *ranks) if (processes[rank].returncode or 0) < 0), noticed)
+    rank = next((rank for rank in (noticed, *ranks) if system.name_of_exit(processes[rank].returncode or 0)), noticed)
     process = processes[rank]
     if isinstance(process.error, RankError):  # from another machine, which has what it wrote
         return process.error

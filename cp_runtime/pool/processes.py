@@ -49,7 +49,7 @@ class RankProcess:
         """Send a signal, unless it has ended: its number may be another process's by then."""
         with self._lock:
             if self.returncode is None:
-                os.kill(self.pid, number)
+                system.send_signal(self.pid, number)
 
     @property
     def state(self) -> str:

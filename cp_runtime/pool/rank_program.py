@@ -62,6 +62,8 @@ def run(argument: str) -> None:
     """Be a rank. The first message says what to import, the second one which rank."""
     system = import_by_name(f"{PACKAGE}.system").system
     messages = system.Receiver(argument)
+    for stream in (sys.stdout, sys.stderr):  # pipes: elsewhere than in a terminal, not every system writes all letters
+        stream.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]
     messages.write_stacks_into(2)  # of an import that hangs: into the log
     site = messages.receive()
     system.end_with(site["parent"])
@@ -89,7 +91,9 @@ def main() -> NoReturn:
     except BaseException:  # noqa: BLE001  (the controller shows what a rank wrote last)
         traceback.print_exc()
     finally:
-        os._exit(code)  # groups may be poisoned: leaving without their destructors cannot hang
+        with contextlib.suppress(Exception):  # of a package that cannot be imported
+            import_by_name(f"{PACKAGE}.system").system.exit_now(code)  # groups may be poisoned: their destructors could hang
+        os._exit(code)
 
 
 if __name__ == "__main__":

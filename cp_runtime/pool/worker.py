@@ -124,7 +124,7 @@ class Worker:
             raise dist.DistBackendError(f"this torch has no {backend}")
         dist.init_process_group(
             backend,
-            store=dist.FileStore(system.path_of(self.spec["store_fd"]), self.world_size),
+            store=dist.FileStore(system.store_path(self.spec["store_fd"]), self.world_size),
             rank=self.rank,
             world_size=self.world_size,
             timeout=self.timeout,

@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 KILL = signal.SIGKILL
 HAS_DEVICE_BACKENDS = True
@@ -46,9 +46,10 @@ def memory_fd(name: str = "context-parallel") -> int:
     return os.memfd_create(name, os.MFD_CLOEXEC)
 
 
-def reserve(fd: int, size: int) -> None:
-    """Have a file of memory be this large. Raises OSError: without room, and not by a signal at the first write."""
-    os.posix_fallocate(fd, 0, size)
+def reserve(fd: int, size: int, start: int = 0) -> None:
+    """Have a file of memory be this large, which has pages below `start`. Raises OSError: without room, and not by a signal at the
+    first write."""
+    os.posix_fallocate(fd, start, size - start)
 
 
 def shrink(fd: int, size: int) -> None:
@@ -77,11 +78,16 @@ def private_pages(fd: int) -> mmap.mmap:
 
 
 file_pages = private_pages
+SHARES_PAGES = True
+"""Whether ComfyUI's own weights may be pages of a file: a write to one stays private."""
+
+
+store_path = path_of
 
 
 @contextmanager
 def store_file() -> Iterator[int]:
-    """Make an empty file for a `torch.distributed.FileStore` at its `path_of`."""
+    """Make an empty file for a `torch.distributed.FileStore` at its `store_path`."""
     fd = memory_fd()
     try:
         yield fd
@@ -232,6 +238,14 @@ def end_with(parent: int) -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+send_signal = os.kill
+
+
+def exit_now(code: int) -> NoReturn:
+    """End this process without anything that could hang."""
+    os._exit(code)
 
 
 def name_process(name: str) -> None:

@@ -10,6 +10,7 @@ import json
 import mmap
 import msvcrt
 import os
+import queue
 import secrets
 import select
 import socket
@@ -23,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from ctypes import wintypes
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 HAS_DEVICE_BACKENDS = False
 BROKEN_GLOO = ((2, 8), (2, 9), (2, 10))  # "unsupported gloo device": https://github.com/pytorch/pytorch/issues/150381
@@ -61,8 +62,10 @@ _open_process = _function("OpenProcess", _HANDLE, _DWORD, _BOOL, _DWORD)
 _duplicate = _function(
     "DuplicateHandle", _BOOL, _HANDLE, _HANDLE, _HANDLE, ctypes.POINTER(_HANDLE), _DWORD, _BOOL, _DWORD
 )  # fmt: skip
+_terminate = _function("TerminateProcess", _BOOL, _HANDLE, wintypes.UINT)
 _close = _function("CloseHandle", _BOOL, _HANDLE)
 _path = _function("GetFinalPathNameByHandleW", _DWORD, _HANDLE, wintypes.LPWSTR, _DWORD, _DWORD)
+_short_path = _function("GetShortPathNameW", _DWORD, wintypes.LPCWSTR, wintypes.LPWSTR, _DWORD)
 _create_semaphore = _function("CreateSemaphoreW", _HANDLE, ctypes.c_void_p, wintypes.LONG, wintypes.LONG, wintypes.LPCWSTR)
 _release = _function("ReleaseSemaphore", _BOOL, _HANDLE, wintypes.LONG, ctypes.c_void_p)
 _wait: Any = _kernel.WaitForSingleObject
@@ -96,7 +99,7 @@ def memory_fd(name: str = "context-parallel") -> int:
     return os.open(os.path.join(tempfile.gettempdir(), f"{name}-{secrets.token_hex(16)}"), flags, 0o600)
 
 
-def reserve(fd: int, size: int) -> None:
+def reserve(fd: int, size: int, start: int = 0) -> None:
     if os.fstat(fd).st_size < size:
         os.ftruncate(fd, size)
 
@@ -117,7 +120,20 @@ def path_of(fd: int) -> str:
     """While it is open here, no other file can get its name."""
     buffer = ctypes.create_unicode_buffer(1 << 15)
     _path(msvcrt.get_osfhandle(fd), buffer, len(buffer), 0)
-    return buffer.value.removeprefix("\\\\?\\")
+    path = buffer.value.removeprefix("\\\\?\\")
+    return "\\\\" + path.removeprefix("UNC\\") if path.startswith("UNC\\") else path
+
+
+def store_path(fd: int) -> str:
+    """Return a path of ASCII: torch takes no other. Raises OSError: there is none."""
+    path = path_of(fd)
+    if not path.isascii():
+        buffer = ctypes.create_unicode_buffer(1 << 15)
+        _short_path(path, buffer, len(buffer))
+        path = buffer.value
+    if not path.isascii():
+        raise OSError(f"torch cannot open {path}: set TEMP to a folder whose path has letters of ASCII only, and restart ComfyUI")
+    return path
 
 
 def private_pages(fd: int) -> mmap.mmap:
@@ -132,7 +148,7 @@ def file_pages(fd: int) -> mmap.mmap:
 
 @contextmanager
 def store_file() -> Iterator[int]:
-    """With a name: torch opens it by that, and does not share it with one who may delete it. torch takes ASCII only."""
+    """With a name: torch opens it by that, and does not share it with one who may delete it."""
     fd, path = tempfile.mkstemp(prefix="context-parallel-store-")
     try:
         yield fd
@@ -140,6 +156,9 @@ def store_file() -> Iterator[int]:
         os.close(fd)
         with contextlib.suppress(OSError):  # torch may have removed it, or a rank that ends still has it open
             os.unlink(path)
+
+
+SHARES_PAGES = False  # a write would end ComfyUI
 
 
 def map_ranges(path: str, unwritten: bool) -> list[tuple[int, int]]:
@@ -185,6 +204,7 @@ class Messages:
     def __init__(self, first: Mapping[str, Any]) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._first = first
+        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def start(self, command: list[str], environment: Mapping[str, str], output: int) -> subprocess.Popen[bytes]:
         python, *arguments = command
@@ -194,29 +214,27 @@ class Messages:
         process = subprocess.Popen(
             [base, *arguments, "-"], env=environment, stdin=subprocess.PIPE, stdout=output, stderr=output, creationflags=_CREATE
         )  # fmt: skip
-        _add_to_job(_job(), _handle_of(process))  # if this process ends before, the program finds its input at its end
         self._process = process
+        threading.Thread(target=self._write, args=(process,), name="context-parallel-messages", daemon=True).start()
+        _add_to_job(_job(), _handle_of(process))  # if this process ends before, the program finds its input at its end
         self.send(self._first)
         return process
 
     def send(
         self, message: Mapping[str, Any], files: Mapping[str, int] = NONE, sockets: Mapping[str, socket.socket] = NONE
     ) -> None:
-        if self._process is None or self._process.stdin is None or self._process.stdin.closed:
+        if self._process is None:
             return
         with contextlib.suppress(OSError):  # it has ended
             handles = {name: self._given(fd) for name, fd in files.items()}
             shares = {name: base64.b64encode(each.share(self._process.pid)).decode() for name, each in sockets.items()}
-            self._write(json.dumps({**message, "handles": handles, "sockets": shares}).encode() + b"\n")
+            self._lines.put(json.dumps({**message, "handles": handles, "sockets": shares}).encode() + b"\n")
 
     def request_stacks(self, pid: int) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            self._write(b"\n")
+        self._lines.put(b"\n")
 
     def close(self) -> None:
-        if self._process is not None and self._process.stdin is not None:
-            with contextlib.suppress(OSError):
-                self._process.stdin.close()
+        self._lines.put(b"")
 
     def _given(self, fd: int) -> int:
         """Return a handle of the program's process for an open file."""
@@ -224,10 +242,12 @@ class Messages:
         _duplicate(_THIS_PROCESS, msvcrt.get_osfhandle(fd), _handle_of(self._process), ctypes.byref(theirs), 0, False, _SAME_ACCESS)
         return theirs.value or 0
 
-    def _write(self, line: bytes) -> None:
-        if self._process is not None and self._process.stdin is not None:
-            self._process.stdin.write(line)
-            self._process.stdin.flush()
+    def _write(self, process: subprocess.Popen[bytes]) -> None:
+        """Write messages in a thread of its own: a pipe takes 4 KB, and a program that hangs reads none."""
+        with contextlib.suppress(OSError), process.stdin or contextlib.nullcontext() as pipe:
+            while (line := self._lines.get()) and pipe is not None:
+                pipe.write(line)
+                pipe.flush()
 
 
 class Receiver:
@@ -236,6 +256,10 @@ class Receiver:
 
     def __init__(self, argument: str) -> None:
         self._stacks, self._watches = 2, False
+        self._input = os.dup(0)  # programs that this one starts must not read from it
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
         self._lines: list[bytes] = []
         self._came = threading.Condition()
         threading.Thread(target=self._run, name="messages", daemon=True).start()
@@ -245,7 +269,7 @@ class Receiver:
             self._came.wait_for(lambda: self._lines)
             line = self._lines.pop(0)
         if not line:
-            os._exit(0)
+            exit_now(0)
         message: dict[str, Any] = json.loads(line)
         for name, handle in message.pop("handles").items():
             message[name] = msvcrt.open_osfhandle(handle, os.O_RDWR | os.O_BINARY)
@@ -262,15 +286,16 @@ class Receiver:
     def _run(self) -> None:
         import _winapi
 
-        source, unread = msvcrt.get_osfhandle(0), b""
+        source, unread, armed = msvcrt.get_osfhandle(self._input), b"", 0.0
         while True:
             with contextlib.suppress(OSError):
                 while not _winapi.PeekNamedPipe(source, 0)[0]:
-                    if self._watches:
-                        faulthandler.dump_traceback_later(_SILENT, file=self._stacks)
+                    if self._watches and time.monotonic() - armed > _SILENT / 2:
+                        faulthandler.dump_traceback_later(_SILENT + 1.0, file=self._stacks)
+                        armed = time.monotonic()
                     time.sleep(_BEAT)
             try:
-                data = os.read(0, 1 << 16)
+                data = os.read(self._input, 1 << 16)
             except OSError:
                 data = b""
             *lines, unread = (unread + data).split(b"\n")
@@ -295,6 +320,17 @@ def wait_for(process: subprocess.Popen[bytes]) -> None:
 
 def end_with(parent: int) -> None:
     """Do nothing: the parent's job does."""
+
+
+def send_signal(pid: int, number: int) -> None:
+    with contextlib.suppress(OSError):  # one that is ending refuses a second time
+        os.kill(pid, number)
+
+
+def exit_now(code: int) -> NoReturn:
+    """`os._exit` has every DLL clean up here, which may hang."""
+    _terminate(_THIS_PROCESS, code)
+    os._exit(code)
 
 
 def name_process(name: str) -> None: ...
@@ -374,10 +410,11 @@ def hidden_gpus() -> list[tuple[str, int, tuple[int, int]]]:
     for number in range(count.value):
         device, name, memory = ctypes.c_void_p(), ctypes.create_string_buffer(96), _NvmlMemory()
         major, minor = ctypes.c_int(), ctypes.c_int()
-        nvml.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(device))
-        nvml.nvmlDeviceGetName(device, name, len(name))
-        nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory))
-        nvml.nvmlDeviceGetCudaComputeCapability(device, ctypes.byref(major), ctypes.byref(minor))
+        failed = nvml.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(device))
+        failed = failed or nvml.nvmlDeviceGetName(device, name, len(name))
+        failed = failed or nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory))
+        if failed or nvml.nvmlDeviceGetCudaComputeCapability(device, ctypes.byref(major), ctypes.byref(minor)):
+            return []
         found.append((name.value.decode(errors="replace"), memory.total, (major.value, minor.value)))
     return found
 
@@ -387,9 +424,10 @@ def seeing_only(device: str) -> tuple[str, dict[str, str]]:
     kind, _, number = device.partition(":")
     if kind != "cuda":
         return device, {}
-    named = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    own = named[int(number)] if len(named) > 1 else number
-    return "cuda:0", {"CUDA_VISIBLE_DEVICES": own, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if named == "0" and hidden_gpus():
+        return "cuda:0", {"CUDA_VISIBLE_DEVICES": number, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # as NVML counts
+    return "cuda:0", {"CUDA_VISIBLE_DEVICES": named.split(",")[int(number)].strip() if named else number}
 
 
 # Sockets
@@ -398,7 +436,8 @@ def seeing_only(device: str) -> tuple[str, dict[str, str]]:
 def loopback() -> str:
     import psutil
 
-    return next(str(name) for name, found in psutil.net_if_addrs().items() if any(each.address == "127.0.0.1" for each in found))
+    found = (name for name, each in psutil.net_if_addrs().items() if any(one.address == "127.0.0.1" for one in each))
+    return str(next(found, "Loopback Pseudo-Interface 1"))
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:

@@ -1,6 +1,7 @@
 """Messages through shared memory, between exchanges that are all in this process, and what becomes of those that do not come."""
 
 import gc
+import mmap
 import os
 import random
 import subprocess
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from cp_runtime.engine.exchange import exchange, segment
+from cp_runtime.engine.ranks.collectives import CommStats, RankGroup
 from cp_runtime.system import posix, system
 
 PIECE = 64
@@ -256,3 +258,26 @@ def test_nothing_is_left():
     del ranks
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_ring_that_is_left_in_the_middle_poisons_nothing():
+    """As by an attention that fails on all ranks alike. More calls follow than a link keeps messages."""
+    exchanges, groups = made(), [object.__new__(RankGroup) for _ in range(2)]
+    for rank, group in enumerate(groups):
+        group.rank, group.size, group.stats = rank, 2, CommStats()
+    bytes_of_all = [3 * PIECE, 5]
+    for turn in range(2 * segment.KEPT):
+        around = []
+        for rank, (one, group) in enumerate(zip(exchanges, groups, strict=True)):
+            chunk = one.space(bytes_of_all[rank], torch.uint8)
+            chunk.copy_(numbers(bytes_of_all[rank], rank))
+            around.append(group.pass_around(one, chunk, bytes_of_all))
+            next(around[rank])
+        for rank, chunks in enumerate(around):
+            if turn % 3 == rank:
+                chunks.close()
+            else:
+                assert torch.equal(next(chunks), numbers(bytes_of_all[1 - rank], 1 - rank))
+                assert next(chunks, None) is None
+    before = [one.segments[rank].size for rank, one in enumerate(exchanges)]
+    assert max(before) <= 40 * (3 * PIECE + mmap.PAGESIZE)

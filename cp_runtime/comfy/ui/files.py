@@ -17,6 +17,7 @@ import comfy.model_management
 from ...engine.weights.files import MAPPED
 from ...engine.weights.pages import give_back, mapped
 from ...errors import UnsupportedError
+from ...system import system
 from ..shared.files import ModelFiles
 from ..shared.loading import adopt, load_recipe, parameters_of
 from ..shared.recipe import DTYPE_OPTIONS, Recipe
@@ -52,6 +53,8 @@ def share_file_pages(patcher: Any, recipe: Recipe) -> int:
                 f"something changed the weight {name} in place after ComfyUI had loaded it, and the workers have it as it is in "
                 f"{os.path.basename(recipe.path)}. Remove the node that did so and load the model again."
             )
+    if not system.SHARES_PAGES:
+        return 0
     give_back(weights.values(), mapped(recipe.path))  # all of them have been read
     for name, module, parameter in own:
         if adopt(module, parameter, weights.get(name)):

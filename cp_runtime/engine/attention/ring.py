@@ -13,7 +13,8 @@ Shape suffixes: B batch, H query heads, K key/value heads, L queries of this ran
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Generator, Sequence
 
 import torch
 from torch import Tensor
@@ -75,17 +76,18 @@ def rotate(
     own = [encode(tensor) if coded else tensor for tensor in (k_BKCD, v_BKCD)]
     B, K, _, D = own[0].shape
     merged = PartialAttention(convert_to_fp32)
-    for step, packed in enumerate(_around(group, own, [2 * B * K * D * length for length in lengths])):
-        chunk = (group.rank - step) % group.size
-        if step:
-            arrived = packed.view(2, B, K, lengths[chunk], D)
-            k_BKCD, v_BKCD = decode(arrived, q_BHLD.dtype) if coded else arrived
-        if q_BHLD.shape[2] and lengths[chunk]:
-            merged.add(*attend(q_BHLD, k_BKCD, v_BKCD, chunk))
+    with contextlib.closing(_around(group, own, [2 * B * K * D * length for length in lengths])) as chunks:
+        for step, packed in enumerate(chunks):
+            chunk = (group.rank - step) % group.size
+            if step:
+                arrived = packed.view(2, B, K, lengths[chunk], D)
+                k_BKCD, v_BKCD = decode(arrived, q_BHLD.dtype) if coded else arrived
+            if q_BHLD.shape[2] and lengths[chunk]:
+                merged.add(*attend(q_BHLD, k_BKCD, v_BKCD, chunk))
     return q_BHLD if merged.out is None else merged.out.to(q_BHLD.dtype)
 
 
-def _around(group: RankGroup, own: Sequence[Tensor], elements: Sequence[int]) -> Iterator[Tensor]:
+def _around(group: RankGroup, own: Sequence[Tensor], elements: Sequence[int]) -> Generator[Tensor]:
     """Return the packed chunks of all ranks, flat: this rank's, then that of the previous one, and so on. Each is there until the
     next one is asked for. `elements`: of every chunk."""
     R, rank, first = group.size, group.rank, own[0]

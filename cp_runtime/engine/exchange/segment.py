@@ -82,7 +82,7 @@ class Segment:
     def grow(self, nbytes: int) -> tuple[int, int]:
         """Add room; return (where it is, its size). Raises OSError: the system has no more memory."""
         at, size = self.size, self.size + -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        system.reserve(self.fd, size)
+        system.reserve(self.fd, size, at)
         self.size = size
         return at, size - at
 

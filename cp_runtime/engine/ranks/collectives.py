@@ -242,20 +242,25 @@ class RankGroup:
         """
         with trace_range("cp.exchange"):
             arrivals = shared.to_all(made, arriving)
-        for step in range(self.size):
-            if step + 1 < self.size:
-                self.stats.started("exchange", made.nbytes)
-            if not step:
-                yield made
-            elif (arrival := arrivals[self.rank - step]) is None:
-                yield made[:0]
-            else:
-                yield arrival.borrow(made.dtype)
-                arrival.release()
-            if step + 1 < self.size:
-                coming = arrivals[self.rank - step - 1]
-                with trace_range("cp.wait", "exchange"):
-                    self.stats.wait([] if coming is None else [coming], made.device, on_host=True)
+        try:
+            for step in range(self.size):
+                if step + 1 < self.size:
+                    self.stats.started("exchange", made.nbytes)
+                if not step:
+                    yield made
+                elif (arrival := arrivals[self.rank - step]) is None:
+                    yield made[:0]
+                else:
+                    yield arrival.borrow(made.dtype)
+                    arrival.release()
+                if step + 1 < self.size:
+                    coming = arrivals[self.rank - step - 1]
+                    with trace_range("cp.wait", "exchange"):
+                        self.stats.wait([] if coming is None else [coming], made.device, on_host=True)
+        finally:  # an attention may have failed in the middle: what nobody reads counts as read
+            for left in arrivals:
+                if left is not None:
+                    left.release()
 
     def exchange(self, send: Tensor, received: Tensor) -> Pending:
         """Send a tensor to the next rank, and receive one from the previous rank into `received`."""
