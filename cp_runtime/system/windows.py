@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from ctypes import wintypes
 from functools import cache
+from pathlib import Path
 from typing import Any, NoReturn
 
 HAS_DEVICE_BACKENDS = False
@@ -36,6 +37,7 @@ _CREATE = subprocess.CREATE_NEW_PROCESS_GROUP | subprocess.CREATE_NO_WINDOW  # n
 _PROCESS_DUP_HANDLE, _SYNCHRONIZE, _SAME_ACCESS = 0x40, 0x100000, 2
 _KILL_ON_JOB_CLOSE, _EXTENDED_LIMITS = 0x2000, 9
 _WAIT_TIMEOUT = 258
+_STORE = "context-parallel-store-"
 _MOST = 0x7FFFFFFF  # count of a semaphore
 _BEAT, _SILENT = 0.1, 2.0  # seconds between two looks for a message; without one, something holds the GIL
 _kernel = ctypes.WinDLL("kernel32", use_last_error=True)  # gives up the GIL meanwhile
@@ -149,7 +151,10 @@ def file_pages(fd: int) -> mmap.mmap:
 @contextmanager
 def store_file() -> Iterator[int]:
     """With a name: torch opens it by that, and does not share it with one who may delete it."""
-    fd, path = tempfile.mkstemp(prefix="context-parallel-store-")
+    for left in Path(tempfile.gettempdir()).glob(f"{_STORE}*"):  # by one that was ended; those in use cannot be removed
+        with contextlib.suppress(OSError):
+            left.unlink()
+    fd, path = tempfile.mkstemp(prefix=_STORE)
     try:
         yield fd
     finally:

@@ -134,7 +134,7 @@ def test_rates_of_a_device_are_timed_by_it_and_nothing_hides_behind_staging(monk
     whole = SimpleNamespace(all_to_all=all_to_all, via_host=True, rank=0, size=2, all_gather=gathered, largest=lambda own: own)
     rates = measure(SimpleNamespace(whole=whole, size=2, stats=CommStats()), torch.device("meta")).each[1]
     assert rates.latency == pytest.approx(0.001)
-    assert rates.flops == pytest.approx(4 * 4 * 4096**2 * 64 / 0.002)
+    assert rates.flops == pytest.approx(4 * 4 * 4096**2 * 128 / 0.002)
     assert rates.linear == pytest.approx(2 * 4096**3 / 0.001)
     assert rates.overlap == 0.0
 

@@ -52,10 +52,17 @@ def test_without_a_driver_there_are_none():
     assert system.hidden_gpus() == []
 
 
-@pytest.mark.parametrize(("named", "own"), [(None, "1"), ("0", "1"), ("3,2", "2"), ("GPU-a,GPU-b", "GPU-b")])
-def test_a_rank_sees_its_own_only(monkeypatch, named, own):
+PCI = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # as the driver counts
+ONE = [(None, TWO, "1", {}), ("0", TWO, "1", PCI), ("3,2", TWO, "2", {}), ("GPU-a, GPU-b", (), "GPU-b", {})]
+
+
+@pytest.mark.parametrize(("named", "gpus", "own", "more"), ONE)
+def test_a_rank_sees_its_own_only(monkeypatch, named, gpus, own, more):
+    monkeypatch.setattr(ctypes, "WinDLL", lambda name: driver(*gpus))
+    system.hidden_gpus.cache_clear()
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if named is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
-    assert system.seeing_only("cuda:1") == ("cuda:0", {"CUDA_VISIBLE_DEVICES": own, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
+    assert system.seeing_only("cuda:1") == ("cuda:0", {"CUDA_VISIBLE_DEVICES": own, **more})
     assert system.seeing_only("cpu") == ("cpu", {})
+    system.hidden_gpus.cache_clear()
