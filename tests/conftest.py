@@ -33,7 +33,7 @@ for name, value in preloaded.ENVIRONMENT.items():  # before torch is imported: O
 preloaded.fork_ranks()
 
 from support import checkpoints, durations, exercised, shared_models, stand_in  # noqa: E402
-from support.faults import SOAK  # noqa: E402
+from support.faults import SOAK, Faults  # noqa: E402
 from support.package import load_package  # noqa: E402
 
 if TYPE_CHECKING:  # machines that only run tests/gpu may lack what a server's client needs
@@ -107,6 +107,18 @@ def checkpoints_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for folder in ("vae", "vae_approx"):  # a server that has looked for one in vain does not look again
         (models / folder).mkdir(exist_ok=True)
     return models
+
+
+@pytest.fixture(scope="session")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> Faults:
+    """Faults for the workers of a server, or of a process, that gets their environment."""
+    return Faults(tmp_path_factory.mktemp("faults"))
+
+
+@pytest.fixture(scope="session")
+def vae_files(checkpoints_dir: Path) -> None:
+    """Writes the files of `support.vaes`."""
+    preloaded.write_models("support.vaes", checkpoints_dir)
 
 
 @pytest.fixture(scope="session")

@@ -27,16 +27,9 @@ _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "CCL_KVS_IFACE", "HCC
 _FOREIGN = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
 
 
-def memory_file(content: bytes = b"") -> FileIO:
+def memory_file() -> FileIO:
     """Make a file without a name, for processes that inherit its descriptor. Nothing stays, whatever ends them."""
-    file = FileIO(system.memory_fd(), "r+")
-    try:
-        with open(file.fileno(), "wb", closefd=False) as writer:
-            writer.write(content)
-    except BaseException:
-        file.close()
-        raise
-    return file
+    return FileIO(system.memory_fd(), "r+")
 
 
 def content_of(fd: int) -> bytes:

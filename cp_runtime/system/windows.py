@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from ctypes import wintypes
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 HAS_DEVICE_BACKENDS = False
 BROKEN_GLOO = ((2, 8), (2, 9), (2, 10))  # "unsupported gloo device": https://github.com/pytorch/pytorch/issues/150381
@@ -220,7 +220,7 @@ class Messages:
             [base, *arguments, "-"], env=environment, stdin=subprocess.PIPE, stdout=output, stderr=output, creationflags=_CREATE
         )  # fmt: skip
         self._process = process
-        threading.Thread(target=self._write, args=(process,), name="context-parallel-messages", daemon=True).start()
+        threading.Thread(target=self._write, args=(process.stdin,), name="context-parallel-messages", daemon=True).start()
         _add_to_job(_job(), _handle_of(process))  # if this process ends before, the program finds its input at its end
         self.send(self._first)
         return process
@@ -247,10 +247,10 @@ class Messages:
         _duplicate(_THIS_PROCESS, msvcrt.get_osfhandle(fd), _handle_of(self._process), ctypes.byref(theirs), 0, False, _SAME_ACCESS)
         return theirs.value or 0
 
-    def _write(self, process: subprocess.Popen[bytes]) -> None:
+    def _write(self, pipe: IO[bytes]) -> None:
         """Write messages in a thread of its own: a pipe takes 4 KB, and a program that hangs reads none."""
-        with contextlib.suppress(OSError), process.stdin or contextlib.nullcontext() as pipe:
-            while (line := self._lines.get()) and pipe is not None:
+        with contextlib.suppress(OSError), pipe:
+            while line := self._lines.get():
                 pipe.write(line)
                 pipe.flush()
 
@@ -265,14 +265,11 @@ class Receiver:
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
         os.close(nothing)
-        self._lines: list[bytes] = []
-        self._came = threading.Condition()
+        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="messages", daemon=True).start()
 
     def receive(self) -> dict[str, Any]:
-        with self._came:
-            self._came.wait_for(lambda: self._lines)
-            line = self._lines.pop(0)
+        line = self._lines.get()
         if not line:
             exit_now(0)
         message: dict[str, Any] = json.loads(line)
@@ -306,17 +303,12 @@ class Receiver:
             *lines, unread = (unread + data).split(b"\n")
             for line in lines:
                 if line:
-                    self._add(line)
+                    self._lines.put(line)
                 else:
                     faulthandler.dump_traceback(file=self._stacks, all_threads=True)
             if not data:
-                self._add(b"")
+                self._lines.put(b"")
                 return
-
-    def _add(self, line: bytes) -> None:
-        with self._came:
-            self._lines.append(line)
-            self._came.notify()
 
 
 def wait_for(process: subprocess.Popen[bytes]) -> None:

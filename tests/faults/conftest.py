@@ -8,12 +8,6 @@ from support.graphs import flux_prompt
 from support.server import ComfyServer
 
 
-@pytest.fixture(scope="session")
-def faults(tmp_path_factory):
-    """Faults for the workers of `fault_server`, or of a process that gets their environment."""
-    return Faults(tmp_path_factory.mktemp("faults"))
-
-
 @pytest.fixture
 def start_faults(tmp_path, monkeypatch):
     """Faults for the ranks of this process's own pools."""

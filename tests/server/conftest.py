@@ -8,18 +8,12 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 from safetensors.torch import save_file
-from support import families, preloaded
+from support import families
 from support.faults import Faults
 from support.server import ComfyServer
 
 PREVIEWS = ("--preview-method", "latent2rgb")
 INSIDE = "model.diffusion_model.conditioner."
-
-
-@pytest.fixture(scope="session")
-def faults(tmp_path_factory: pytest.TempPathFactory) -> Faults:
-    """Faults for the workers of `pool_server`."""
-    return Faults(tmp_path_factory.mktemp("faults"))
 
 
 @pytest.fixture(scope="session")
@@ -41,12 +35,6 @@ def off_server(comfyui_path: Path, checkpoints_dir: Path) -> Iterator[ComfyServe
 def info(server: ComfyServer) -> dict[str, Any]:
     """What the server says about nodes."""
     return server.object_info()
-
-
-@pytest.fixture(scope="session")
-def vae_files(checkpoints_dir: Path) -> None:
-    """Writes the files of `support.vaes`."""
-    preloaded.write_models("support.vaes", checkpoints_dir)
 
 
 @pytest.fixture(scope="session")

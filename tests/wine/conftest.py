@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support import preloaded
 from support.faults import Faults
-from support.package import ROOT
+from support.package import ROOT, load_script
 from support.server import DETECTION, ComfyServer
 
 collect_ignore_glob = [] if os.environ.get("CP_TEST_WINE") == "1" else ["test_*.py"]  # `make windows` sets it
@@ -19,9 +19,8 @@ class WineServer(ComfyServer):
 
     def _launch(self, command: list[str], env: dict[str, str], files: tuple[int, int, int]) -> preloaded.Process:
         program = [sys.executable, str(ROOT / ".ci" / "windows.py"), "--path", str(DETECTION), "--timeout", "3600", "--", *command]
-        home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        cache = os.environ.get("CP_CACHE") or os.path.join(home, "comfyui-context-parallel")  # Windows' Python is there
-        return self.launched(program, env | {"COMFYUI_PATH": str(self.comfyui_path), "CP_CACHE": cache}, files)
+        cache = load_script(ROOT / ".ci" / "setup.py").environment_folder().parent  # not the server's own: Windows' Python is there
+        return self.launched(program, env | {"COMFYUI_PATH": str(self.comfyui_path), "CP_CACHE": str(cache)}, files)
 
     def worker_pids(self) -> list[int]:
         """Those that Windows knows the workers by."""
@@ -29,17 +28,6 @@ class WineServer(ComfyServer):
 
 
 @pytest.fixture(scope="session")
-def faults(tmp_path_factory: pytest.TempPathFactory) -> Faults:
-    return Faults(tmp_path_factory.mktemp("faults"))
-
-
-@pytest.fixture(scope="session")
 def server(comfyui_path: Path, checkpoints_dir: Path, faults: Faults) -> Iterator[ComfyServer]:
     with WineServer(comfyui_path, models=checkpoints_dir, env=faults.environment, startup_timeout=300) as running:
         yield running
-
-
-@pytest.fixture(scope="session")
-def vae_files(checkpoints_dir: Path) -> None:
-    """Writes the files of `support.vaes`."""
-    preloaded.write_models("support.vaes", checkpoints_dir)

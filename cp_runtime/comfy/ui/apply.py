@@ -52,8 +52,8 @@ def apply_to_model(model: Any, config: RuntimeConfig | None = None) -> Any:
     if alone is not None and (config.world_size == 1 or alone.is_final):
         log.warning("the model passes through: %s", alone.words)
         CONTROLLER.journal.pass_through(executing_node())
-    if alone is not None and alone.is_final:
-        return model
+        if alone.is_final:
+            return model
     if config.world_size == 1:
         log.info("context parallelism over one device: the model passes through")
         return timed(without_context_parallel(model).clone())
