@@ -49,7 +49,7 @@ class Rates:
     bandwidth: float  # bytes per second that one rank sends while all do
     flops: float  # operations per second of attention
     memory: float  # bytes per second of reading and writing
-    # Part of a computation that a transfer overlaps with: 0 where data goes through host memory; the idle part of a CPU rank's core
+    # Part of a computation that a transfer overlaps with, as measured; the idle part of a CPU rank's core
     overlap: float
     linear: float = math.inf  # operations per second of a matrix product
     launch: float = 0.0  # seconds of the host to launch one operation

@@ -101,6 +101,9 @@ def measure(mesh: SequenceMesh, device: torch.device, name: str = "", machines: 
         for _ in range(16):
             block.clone()
 
+    def attend() -> object:
+        return scaled_dot_product_attention(*qkv)
+
     def best(run: Callable[[], object]) -> float:
         return min(_times(run, device, delay))
 
@@ -115,26 +118,39 @@ def measure(mesh: SequenceMesh, device: torch.device, name: str = "", machines: 
             if spent >= (LONG if slower else ENOUGH):
                 return seconds
 
-    def link(peers: Sequence[bool]) -> tuple[float, float]:
-        def send(count: int) -> Callable[[], object]:
-            counts = [count * peer for peer in peers]
-            send, received = (torch.zeros(sum(counts), dtype=dtype, device=device) for _ in range(2))
-            return lambda: whole.all_to_all(send, counts, received, counts).wait()
+    def sender(peers: Sequence[bool], count: int) -> Callable[[Callable[[], object]], None]:
+        counts = [count * peer for peer in peers]
+        send, received = (torch.zeros(sum(counts), dtype=dtype, device=device) for _ in range(2))
 
-        latency = best(send(1))
-        sending = max(lasting(send(elements)) - latency, 1e-9)  # latency may be most of it
+        def run(meanwhile: Callable[[], object] = lambda: None) -> None:
+            pending = whole.all_to_all(send, counts, received, counts)
+            meanwhile()
+            pending.wait()
+
+        return run
+
+    def link(peers: Sequence[bool]) -> tuple[float, float]:
+        latency = best(sender(peers, 1))
+        sending = max(lasting(sender(peers, elements)) - latency, 1e-9)  # latency may be most of it
         return latency, elements * max(1, sum(peers) - 1) * dtype.itemsize / sending
+
+    def hidden(attending: float) -> float:
+        """Return the part of the shorter of an attention and a transfer that passes beside the other."""
+        send = sender([True] * ranks, elements)
+        sending, together = best(send), best(lambda: send(attend))
+        return min(1.0, max(0.0, (attending + sending - together) / min(attending, sending)))
 
     began, worked = time.perf_counter(), time.process_time()
     latency, bandwidth = link([True] * ranks)
     # While a slow network sends, the core of a CPU rank is free.
     work = (time.process_time() - worked) / (time.perf_counter() - began)
-    overlap = max(0.0, 1 - work) if cpu else 0.0 if whole.via_host else 1.0  # staging waits for the device
+    attending = best(attend)
+    overlap = max(0.0, 1 - work) if cpu else hidden(attending)
     inside = link([name == machines[whole.rank] for name in machines]) if len(set(machines)) > 1 else ()
     rates = (
         latency,
         bandwidth,
-        4 * 4 * tokens**2 * HEAD_DIM / best(lambda: scaled_dot_product_attention(*qkv)),
+        4 * 4 * tokens**2 * HEAD_DIM / attending,
         2 * block.nbytes / best(block.clone),
         overlap,
         2 * side**3 / best(lambda: matrix @ matrix),

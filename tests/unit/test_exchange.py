@@ -131,6 +131,7 @@ def test_parts_are_read_where_they_lie():
             space.copy_(torch.cat([torch.full((nbytes // 8,), rank * 10 + to) for to, nbytes in enumerate(sent[rank])]))
             parts.append(one.parts(space, sent[rank], [each[rank] for each in sent]))
         for to, each in enumerate(parts):
+            each.wait()
             assert [part.unique().item() for part in each.read()] == wanted[to]
             assert [part.nbytes for part in each.read()] == [sent[rank][to] for rank in range(3) if sent[rank][to]]
         for each in before:
@@ -147,6 +148,19 @@ def test_what_is_made_and_never_sent_takes_no_memory():
     space = one.space(0, torch.float32)
     nothing = one.parts(space, [0, 0], [0, 0])
     assert nothing.read() == []
+
+
+def test_tensors_of_the_same_memory_are_kept_and_not_without_end():
+    """A rank reads what the other wrote last, also after that one gave its memory back and took it again."""
+    one, two = made()
+    for count in [*range(1, 2 * segment.VIEWS), *range(1, 100)]:
+        work, target = coming(two, 0, count)
+        send(one, 1, numbers(count, count))
+        work.wait()
+        assert torch.equal(target, numbers(count, count))
+        if count % 50 == 0:
+            one.trim()
+    assert all(len(each._views) <= segment.VIEWS for each in (*one.segments, *two.segments))
 
 
 def test_an_idle_rank_gives_its_memory_back():

@@ -12,6 +12,8 @@ import mmap
 import os
 from collections import deque
 from collections.abc import Iterable, Sequence
+from threading import Lock
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from ...compat import timeout_of
 from ...system import system
+from .copies import copies_of
 from .segment import KEPT, Segment
 from .signals import OtherEnded, Signals, TookTooLong
 
@@ -42,12 +45,13 @@ class Slot:
 
 
 class Arrival:
-    """A message from another rank, of a known size. One that is thrown away counts as read."""
+    """A message from another rank, of a known size. One that is thrown away counts as read. `after`: event of a device, behind
+    which its memory is free for the message."""
 
-    __slots__ = ("_exchange", "at", "is_read", "missing", "nbytes", "number", "source")
+    __slots__ = ("_exchange", "after", "at", "is_read", "missing", "nbytes", "number", "source")
 
-    def __init__(self, exchange: Exchange, source: int, nbytes: int, number: int) -> None:
-        self._exchange, self.source, self.nbytes, self.number = exchange, source, nbytes, number
+    def __init__(self, exchange: Exchange, source: int, nbytes: int, number: int, after: Any) -> None:
+        self._exchange, self.source, self.nbytes, self.number, self.after = exchange, source, nbytes, number, after
         self.at, self.missing, self.is_read = 0, pieces(nbytes), False
 
     def borrow(self, dtype: torch.dtype) -> Tensor:
@@ -55,13 +59,21 @@ class Arrival:
         return self._exchange.segments[self.source].view(self.at, self.nbytes // dtype.itemsize, dtype)
 
     def copy_to(self, flat: Tensor) -> None:
-        """Copy it into bytes, each piece as soon as it is there, and release it."""
+        """Copy it into bytes, each piece as soon as it is there, and release it. A device may still be copying then."""
+        copies, segment, done = None if flat.is_cpu else copies_of(flat.device), self._exchange.segments[self.source], None
         for piece, at in enumerate(range(0, self.nbytes, PIECE), 1):
             self._exchange.wait_for(self, pieces(self.nbytes) - piece)
             count = min(PIECE, self.nbytes - at)
             target = flat if count == self.nbytes else flat[at : at + count]
-            target.copy_(self._exchange.segments[self.source].view(self.at + at, count))
-        self.release()
+            if copies is None:
+                target.copy_(segment.view(self.at + at, count))
+            else:
+                then = self.release if at + count == self.nbytes else _nothing
+                done = copies.start(target, segment.view_for(flat.device, self.at + at, count), self.after, then)
+        if copies is None:
+            self.release()
+        elif done is not None:
+            copies.wait_for(done)
 
     def wait(self) -> None:
         """Wait until all of it is there."""
@@ -71,6 +83,9 @@ class Arrival:
         """Give the memory back to its sender."""
         self.is_read = True
         self._exchange.tell_what_is_read(self.source)
+
+
+def _nothing() -> None: ...
 
 
 class Received:
@@ -100,8 +115,7 @@ class Parts:
             arrival.wait()
 
     def read(self) -> list[Tensor]:
-        """Wait, and return the parts of all ranks, flat and in order; without those that are empty."""
-        self.wait()
+        """Return the parts of all ranks, flat and in order, once they are there; without those that are empty."""
         parts = [arrival.borrow(self._own.dtype) for arrival in self._arrivals]
         if self._slot is not None:
             parts.insert(self._before, self._own)
@@ -138,6 +152,8 @@ class Exchange:
         self._due = [deque[Arrival]() for _ in segments]  # of which pieces are missing, by sender
         self._unread = [deque[Arrival]() for _ in segments]
         self._numbers = [[0, 0] for _ in segments]  # messages to and from a rank
+        self._lock = Lock()  # a thread tells what a device has copied
+        self._is_pinned = False
 
     def space(self, nbytes: int, dtype: torch.dtype) -> Tensor:
         """Return memory for what is sent next, flat."""
@@ -148,7 +164,9 @@ class Exchange:
         return self.segments[self.rank].view(slot.at, nbytes // dtype.itemsize, dtype)
 
     def trim(self) -> None:
-        """Give all memory for messages back to the system, if none is under way."""
+        """Give all memory for messages back to the system, if none is under way, and no driver holds the pages of it."""
+        if self._is_pinned:
+            return
         own = self.segments[self.rank]
         self._drop_unsent()
         self._find_read()
@@ -157,14 +175,18 @@ class Exchange:
             own.shrink()
 
     def messages(self, arriving: Iterable[tuple[int, Tensor]], leaving: Iterable[tuple[int, Tensor]]) -> Received:
-        """Send tensors to ranks, and receive others from ranks. All are bytes."""
+        """Send tensors to ranks, and receive others from ranks. All are bytes, of the CPU or of one device."""
+        arriving, leaving = list(arriving), list(leaving)
+        device = next((tensor.device for _, tensor in (*arriving, *leaving) if not tensor.is_cpu), None)
+        after = None if device is None else copies_of(device).mark()
+        self._is_pinned |= device is not None
         receivers: dict[tuple[int, int], tuple[Tensor, list[int]]] = {}
         for rank, tensor in leaving:
             receivers.setdefault((tensor.data_ptr(), tensor.numel()), (tensor, []))[1].append(rank)
         for tensor, ranks in receivers.values():
             slot = self._take(tensor.numel())
-            self._send(slot, slot.at, tensor.numel(), ranks, tensor)
-        return Received([(self._expect(rank, tensor.numel()), tensor) for rank, tensor in arriving])
+            self._send(slot, slot.at, tensor.numel(), ranks, tensor, after)
+        return Received([(self._expect(rank, tensor.numel(), after), tensor) for rank, tensor in arriving])
 
     def parts(self, made: Tensor, sent: Sequence[int], arriving: Sequence[int]) -> Parts:
         """Send parts of what was made in `space` to all ranks, and receive parts from all. `sent`, `arriving`: bytes."""
@@ -211,20 +233,28 @@ class Exchange:
     def tell_what_is_read(self, source: int) -> None:
         """Raise the signal for every message that is read, in order: it does not say for which."""
         unread = self._unread[source]
-        while unread and unread[0].is_read and not unread[0].missing:
-            unread.popleft()
-            self._signals.post(self.segments[source].read[self.rank])
+        with self._lock:
+            while unread and unread[0].is_read and not unread[0].missing:
+                unread.popleft()
+                self._signals.post(self.segments[source].read[self.rank])
 
-    def _expect(self, source: int, nbytes: int) -> Arrival:
+    def _expect(self, source: int, nbytes: int, after: Any = None) -> Arrival:
         numbers = self._numbers[source]
-        arrival = Arrival(self, source, nbytes, numbers[1])
+        arrival = Arrival(self, source, nbytes, numbers[1], after)
         numbers[1] += 1
         self._due[source].append(arrival)
         self._unread[source].append(arrival)
         return arrival
 
-    def _send(self, slot: Slot, at: int, nbytes: int, ranks: Sequence[int], source: Tensor | None = None) -> None:
-        """Send bytes of a slot to ranks. `source`: they are still to be copied from there."""
+    def _send(
+        self, slot: Slot, at: int, nbytes: int, ranks: Sequence[int], source: Tensor | None = None, after: Any = None
+    ) -> None:
+        """Send bytes of a slot to ranks. `source`: they are still to be copied from there, behind an event if it is a device's."""
+
+        def tell() -> None:
+            for rank in ranks:
+                self._signals.post(own.ready[rank])
+
         own = self.segments[self.rank]
         for rank in ranks:
             if len(self._sent[rank]) == KEPT:
@@ -235,11 +265,16 @@ class Exchange:
             self._sent[rank].append(slot)
         slot.readers += len(ranks)
         for begin in range(0, nbytes, PIECE):
-            if source is not None:
-                count = min(PIECE, nbytes - begin)
-                own.view(at + begin, count).copy_(source if count == nbytes else source[begin : begin + count])
-            for rank in ranks:
-                self._signals.post(own.ready[rank])
+            if source is None:
+                tell()
+                continue
+            count = min(PIECE, nbytes - begin)
+            piece = source if count == nbytes else source[begin : begin + count]
+            if source.is_cpu:
+                own.view(at + begin, count).copy_(piece)
+                tell()
+            else:
+                copies_of(source.device).start(own.view_for(source.device, at + begin, count), piece, after, tell)
 
     def _take(self, nbytes: int) -> Slot:
         """Return memory that no rank reads any more, or more memory."""

@@ -23,10 +23,12 @@ import torch
 from torch import Tensor
 
 from ...system import system
+from ..pinned import Mapping
 from .signals import SEMAPHORE, Signals
 
 LINE, LINK = 64, 2048
 KEPT = (LINK - 2 * SEMAPHORE) // 8
+VIEWS = 256  # tensors that are kept, as the same memory is used again: making one takes longer than a small message
 
 
 class Segment:
@@ -51,7 +53,7 @@ class Segment:
             system.reserve(self.fd, self.begin)
         else:
             self.fd = system.foreign_fd(*owner)
-        self._head = self._all = mmap.mmap(self.fd, self.begin)
+        self._head = self._all = Mapping(self.fd, self.begin)
         self._words = memoryview(self._head).cast("q")
         if owner is None:
             self._head[:16] = os.urandom(16)
@@ -60,6 +62,7 @@ class Segment:
         signal = signals.make if owner is None else partial(signals.open, owner=owner[0])
         self.ready, self.read = [signal(link) for link in links], [signal(link + SEMAPHORE) for link in links]
         self.size = self.begin
+        self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
     @property
     def token(self) -> tuple[int, int]:
@@ -88,14 +91,28 @@ class Segment:
 
     def shrink(self) -> None:
         """Give the memory of messages back."""
+        self._views.clear()
         system.shrink(self.fd, self.begin)
         self.size = self.begin
 
     def view(self, at: int, count: int, dtype: torch.dtype = torch.uint8) -> Tensor:
         """Return some elements as a flat tensor, which keeps the memory."""
-        if at + count * dtype.itemsize > len(self._all):
-            self._all = mmap.mmap(self.fd, 0)  # all that is there by now
-        return torch.frombuffer(self._all, dtype=dtype, count=count, offset=at)
+        key = at, count, dtype
+        if (view := self._views.get(key)) is None:
+            if at + count * dtype.itemsize > len(self._all):
+                self._all = Mapping(self.fd, 0)  # all that is there by now
+                self._views.clear()
+            if len(self._views) == VIEWS:
+                self._views.clear()
+            view = self._views[key] = torch.frombuffer(self._all, dtype=dtype, count=count, offset=at)
+        return view
+
+    def view_for(self, device: torch.device, at: int, count: int) -> Tensor:
+        """As `view`, in memory that a device's driver has pinned if it takes that: other copies make the host wait."""
+        view = self.view(at, count)
+        if device.type == "cuda":
+            self._all.pin()
+        return view
 
     def __del__(self) -> None:
         if hasattr(self, "fd"):

@@ -12,7 +12,6 @@ Every rank enters the same blocks in the same order, so all of them send the sam
 from __future__ import annotations
 
 import contextlib
-import mmap
 import zlib
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -21,14 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import PlanError
-from ...system import system
+from ..pinned import pinned_zeros
 from ..ranks.collectives import Pending, RankGroup
 from .blocks import Block, blocks_of
 from .packing import ALIGNMENT, Packing, round_up
 
 PIECES = 8  # of a block
 SMALLEST_PIECE = 4 << 20  # bytes
-PORTABLE = 1  # cudaHostRegisterPortable: for every context of the process
 
 
 class ShardedBlock:
@@ -334,34 +332,3 @@ def _wait(sharded: ShardedBlock) -> None:
             error = error or failed
     if error is not None:
         raise error
-
-
-class _Memory(mmap.mmap):
-    """Memory that CUDA knows while referenced, from `address` on."""
-
-    address = 0
-
-    def __del__(self) -> None:
-        if self.address:
-            torch.cuda.synchronize()  # a copy from here may be in flight
-            torch.cuda.cudart().cudaHostUnregister(self.address)
-
-
-def pinned_zeros(nbytes: int, device: torch.device) -> Tensor:
-    """Return zero bytes in pinned host memory, released with the last tensor on them. Raises RuntimeError if CUDA does not pin that
-    much.
-
-    torch never frees pinned memory before the process ends, and pins blocks of a power of two bytes: 256 MB for 141.
-    """
-    if device.type != "cuda":
-        return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
-    memory = _Memory(-1, nbytes, **system.PRIVATE)
-    run = torch.frombuffer(memory, dtype=torch.uint8)
-    code = int(torch.cuda.cudart().cudaHostRegister(run.data_ptr(), nbytes, PORTABLE))
-    if code:
-        raise RuntimeError(
-            f"CUDA error {code}: {nbytes / 1e6:.0f} MB of host memory cannot be pinned. Raise the limit of locked memory "
-            "(ulimit -l), or set weights to sharded in CP Config."
-        )
-    memory.address = run.data_ptr()
-    return run

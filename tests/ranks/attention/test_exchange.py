@@ -37,3 +37,12 @@ def test_ranks_of_a_pool_use_it():
         for pid in pool.pids:
             links = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
             assert sum(link.startswith("/" + NAME) for link in links) >= 3  # its own, and both once more
+
+
+def test_devices_copy_to_and_from_it_while_they_compute():
+    """No host waits, no two streams race (the stand-in raises), and attention is that of CPU ranks."""
+    (found,) = run_ranks("attention/device_exchange_ranks.py", 3, backend="nccl")
+    assert found["difference"] <= 1e-6
+    assert found["waits"] == [[]] * 3
+    assert found["kept"] == [True] * 3
+    assert found["said"].endswith("and shared memory failed: the other one is gone")
