@@ -118,7 +118,7 @@ def measure(mesh: SequenceMesh, device: torch.device, name: str = "", machines: 
             if spent >= (LONG if slower else ENOUGH):
                 return seconds
 
-    def sender(peers: Sequence[bool], count: int) -> Callable[[Callable[[], object]], None]:
+    def sender(peers: Sequence[bool], count: int) -> Callable[..., object]:
         counts = [count * peer for peer in peers]
         send, received = (torch.zeros(sum(counts), dtype=dtype, device=device) for _ in range(2))
 
