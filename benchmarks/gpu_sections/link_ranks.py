@@ -50,9 +50,16 @@ def group_bytes():
     return (before - torch.cuda.mem_get_info()[0]) / (GROUPS * (world if highest == -lowest else 1))
 
 
+def figures(name, rates):
+    """Of a link. `name`: in front of theirs."""
+    found = {"latency_us": 1e6 * rates.latency, "GB_per_second": rates.bandwidth / 1e9, "overlap": rates.overlap}
+    return {name + key: value for key, value in found.items()}
+
+
 with torch.inference_mode():
     rates = measure(mesh, device).of(range(world))
-    link = {"latency_us": 1e6 * rates.latency, "GB_per_second": rates.bandwidth / 1e9}
+    hosts = measure(SequenceMesh(dist.new_group(backend="gloo")), device).of(range(world))
+    link = figures("", rates) | figures("shared_memory_", hosts)
     report(**link, TFLOPS=rates.flops / 1e12, MB_of_a_group=group_bytes() / 1e6)
     for total in map(int, lengths.split(",")):
         layout = JointLayout((total,), world)
