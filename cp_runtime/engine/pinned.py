@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 
@@ -23,6 +24,9 @@ class Mapping(mmap.mmap):
         if self.error is None:
             self._address = ctypes.addressof(ctypes.c_char.from_buffer(self))
             self.error = int(torch.cuda.cudart().cudaHostRegister(self._address, len(self), PORTABLE))
+            if self.error:
+                with contextlib.suppress(RuntimeError):  # CUDA keeps its last error, which the next kernel raises
+                    torch.zeros(1, device="cuda")
         return self.error
 
     def __del__(self) -> None:

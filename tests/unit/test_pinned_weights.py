@@ -3,7 +3,7 @@
 import pytest
 
 PROGRAM = """
-from cp_runtime.engine.pinned import pinned_zeros
+from cp_runtime.engine.pinned import Mapping, pinned_zeros
 from cp_runtime.engine.ranks.collectives import RankGroup
 from cp_runtime.engine.weights.sharded import ShardedWeights
 
@@ -23,6 +23,22 @@ with torch.inference_mode(), weights.call():
 del kept
 weights.remove()
 assert not stats()["registered_bytes"], stats()
+
+memory = Mapping(-1, 1 << 16)
+assert memory.pin() == 0 and stats()["registered_bytes"] == 1 << 16
+code = torch.cuda.cudart().cudaHostRegister(memory._address, 1 << 16, 0)
+assert code
+try:
+    torch.ones(1, device=CARD)
+except RuntimeError as error:
+    assert str(code) in str(error), error
+else:
+    raise AssertionError("the last error is gone")
+torch.cuda.cudart().cudaHostUnregister(memory._address)
+memory.error = None
+torch.cuda.cudart().cudaHostRegister(memory._address, 4096, 0)
+assert memory.pin() and (torch.ones(1, device=CARD) + 1).item() == 2  # goes on without
+torch.cuda.cudart().cudaHostUnregister(memory._address)
 
 torch.cuda.cudart = lambda: type("Refusing", (), {"cudaHostRegister": lambda *_: 2})
 try:

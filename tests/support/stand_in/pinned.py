@@ -28,6 +28,7 @@ _cached: defaultdict[int, list[mmap.mmap]] = defaultdict(list)
 """Blocks of the host cache that no tensor has, by their bytes."""
 _counts: Counter[str] = Counter()
 _lock = threading.RLock()
+_errors: list[int] = []
 
 
 class Runtime:
@@ -40,10 +41,10 @@ class Runtime:
         """Pin a range; returns an error where it cannot be written or is pinned in part."""
         last = bisect.bisect_left(_starts, address + size) - 1
         if last >= 0 and _starts[last] + _sizes[_starts[last]] > address:
-            return self.cudaError.already_registered
+            return _refuse(self.cudaError.already_registered)
         first = address // mmap.PAGESIZE * mmap.PAGESIZE
         if _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(address + size - first), POPULATE_WRITE):
-            return self.cudaError.invalid
+            return _refuse(self.cudaError.invalid)
         _note(address, size)
         _registered.add(address)
         return self.cudaError.success
@@ -51,10 +52,20 @@ class Runtime:
     def cudaHostUnregister(self, address: int) -> int:
         """Let go of a range that was registered at this address."""
         if address not in _registered:
-            return self.cudaError.not_registered
+            return _refuse(self.cudaError.not_registered)
         _registered.remove(address)
         _forget(address)
         return self.cudaError.success
+
+
+def _refuse(code: int) -> int:
+    _errors.append(code)
+    return code
+
+
+def last_error() -> int:
+    """What the next kernel fails with, once, because nobody has asked for it: `cudaGetLastError`."""
+    return _errors.pop() if _errors else 0
 
 
 def pinned(tensor: Tensor) -> Tensor:

@@ -295,6 +295,8 @@ def _on_card(func: Any, args: Any, kwargs: Any, leaves: list[Tensor], theirs: li
     cpu_kwargs.pop("pin_memory", None)
     for each in {card} if to_card else {tensor.device.index for tensor in theirs}:
         memory.LEDGER.touch(each)
+    if code := pinned.last_error():
+        raise memory.AcceleratorError(f"{kind.upper()} error: {code}")
     kernels.check(func, card, leaves)
     try:
         with torch._C._DisableTorchDispatch():
