@@ -326,7 +326,12 @@ class WorkerPool:
         channels = dict(enumerate(self.channels))  # those of ranks that live
         while True:
             now = time.monotonic()
+            ended = [rank for rank in channels if self.processes[rank].returncode is not None]  # before what they sent last
             heard = ready(channels, min(TICK, max(0.0, until - now)))
+            for rank in ended:
+                if rank not in heard:  # a process that it started has its channel open
+                    del channels[rank]
+                    collection.died(rank, time.monotonic())
             for rank in heard:
                 channel = channels[rank]
                 try:

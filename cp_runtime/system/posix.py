@@ -10,6 +10,7 @@ import json
 import mmap
 import os
 import select
+import shlex
 import signal
 import socket
 import subprocess
@@ -80,6 +81,11 @@ def private_pages(fd: int) -> mmap.mmap:
 file_pages = private_pages
 SHARES_PAGES = True
 """Whether ComfyUI's own weights may be pages of a file: a write to one stays private."""
+
+
+def to_replace(path: str) -> str:
+    """Return advice: what replaces a file that processes have mapped."""
+    return f"rename another one over it: {shlex.join(['mv', f'{path}.new', path])}"
 
 
 store_path = path_of

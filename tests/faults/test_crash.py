@@ -59,6 +59,7 @@ ENDS = {
     "sysexit": "ProcessExit: the process exited with code 0",
     "segv": "SIGSEGV: the process ended with SIGSEGV",
     "uncaught": "BaseException: injected: uncaught",
+    "leave a child": "SIGKILL: the process ended with SIGKILL",  # its channel stays open
 }
 
 

@@ -55,6 +55,14 @@ def _access_nothing() -> None:
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
+def _leave_a_child() -> None:
+    """Be killed beside a process that has all of this one's descriptors, as one of `multiprocessing` does."""
+    if os.fork() == 0:
+        time.sleep(20)
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def _device_memory() -> None:
     torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
 
@@ -83,6 +91,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "exit": lambda: os._exit(1),
     "segv": _access_nothing,
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "leave a child": _leave_a_child,
     # hangs
     "sleep": lambda: time.sleep(3600),
     "spin": _spin,

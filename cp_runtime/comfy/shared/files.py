@@ -7,7 +7,6 @@ read. A renamed or removed file stays as it is for those who have it open, whate
 from __future__ import annotations
 
 import os
-import shlex
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -71,6 +70,5 @@ def _has_other_names(path: str, before: os.stat_result, now: os.stat_result) -> 
 def _changed(path: str, now: os.stat_result, size: int) -> ChangedFileError:
     return ChangedFileError(
         f"{path} changed on disk after ComfyUI had loaded it: it has {now.st_size} bytes and is of {date(now.st_ctime_ns)}; it had "
-        f"{size} bytes. Queue the prompt again: it is loaded anew. To replace a file that is in use, rename another one over it: "
-        + shlex.join(["mv", f"{path}.new", path])
+        f"{size} bytes. Queue the prompt again: it is loaded anew. To replace a file that is in use, {system.to_replace(path)}"
     )
