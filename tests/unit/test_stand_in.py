@@ -30,6 +30,8 @@ CASES = {
     "messages under way": """
         import torch.distributed as dist
         from support.stand_in import messages
+        import threading
+
         from support.stand_in.races import Race
 
         dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
@@ -67,6 +69,8 @@ CASES = {
         assert "message 1 of group a from 0 to 1: on one" in agrees([[to(1), to(1)], [of(0)]])
     """,
     "races between streams": """
+        import threading
+
         from support.stand_in.races import Race
 
         main, side = torch.cuda.current_stream(), torch.cuda.Stream()
@@ -87,6 +91,10 @@ CASES = {
 
         one = fresh()
         refused(Race, "one = fresh()", lambda: beside(lambda: one * 2))  # it may not be there yet: names the other place
+        one, host = fresh(), torch.zeros(card.shape).pin_memory()
+        refused(Race, "aten.copy_.default", lambda: both(lambda: host.copy_(one, non_blocking=True), lambda: one.add_(1)))
+        one = fresh()
+        refused(Race, "aten.copy_.default", lambda: both(lambda: one.copy_(host, non_blocking=True), lambda: one * 2))
         one = fresh()
         both(lambda: one[0] * 2, lambda: one[1].add_(1))  # other bytes of the same memory
         refused(Race, "aten.mul.Tensor", lambda: both(lambda: one[0] * 2, lambda: one.add_(1)))
@@ -100,6 +108,13 @@ CASES = {
             one = fresh()
             both(lambda: one.add_(1), order)
             one * 2
+
+        one = fresh()
+        side.wait_stream(main)
+        waiter = threading.Thread(target=beside(lambda: (one.add_(1), side.record_event())[1]).synchronize)
+        waiter.start()  # nothing tells the program that it is done
+        waiter.join()
+        refused(Race, "aten.add_.Tensor", lambda: one * 2)
 
         one = fresh()
         side.wait_stream(main)

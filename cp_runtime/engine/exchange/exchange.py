@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...compat import timeout_of
 from ...system import system
-from .copies import copies_of
+from .copies import Copies, copies_of
 from .segment import KEPT, Segment
 from .signals import OtherEnded, Signals, TookTooLong
 
@@ -89,14 +89,17 @@ def _nothing() -> None: ...
 
 
 class Received:
-    """Messages for some tensors: what `wait` of a collective waits for."""
+    """Messages for some tensors: what `wait` of a collective waits for. `sent`: (copies of a device, the event behind what it
+    sends), since that may change afterwards."""
 
-    def __init__(self, arrivals: Sequence[tuple[Arrival, Tensor]]) -> None:
-        self._arrivals = arrivals
+    def __init__(self, arrivals: Sequence[tuple[Arrival, Tensor]], sent: Sequence[tuple[Copies, Any]]) -> None:
+        self._arrivals, self._sent = arrivals, sent
 
     def wait(self) -> None:
         for arrival, tensor in self._arrivals:
             arrival.copy_to(tensor)
+        for copies, done in self._sent:
+            copies.wait_for(done)
         self._arrivals = ()
 
     def __del__(self) -> None:
@@ -178,15 +181,17 @@ class Exchange:
         """Send tensors to ranks, and receive others from ranks. All are bytes, of the CPU or of one device."""
         arriving, leaving = list(arriving), list(leaving)
         device = next((tensor.device for _, tensor in (*arriving, *leaving) if not tensor.is_cpu), None)
-        after = None if device is None else copies_of(device).mark()
-        self._is_pinned |= device is not None
+        copies = None if device is None else copies_of(device)
+        after, sent = None if copies is None else copies.mark(), list[tuple[Copies, Any]]()
+        self._is_pinned |= copies is not None
         receivers: dict[tuple[int, int], tuple[Tensor, list[int]]] = {}
         for rank, tensor in leaving:
             receivers.setdefault((tensor.data_ptr(), tensor.numel()), (tensor, []))[1].append(rank)
         for tensor, ranks in receivers.values():
             slot = self._take(tensor.numel())
-            self._send(slot, slot.at, tensor.numel(), ranks, tensor, after)
-        return Received([(self._expect(rank, tensor.numel(), after), tensor) for rank, tensor in arriving])
+            done = self._send(slot, slot.at, tensor.numel(), ranks, tensor, after)
+            sent = sent if copies is None or done is None else [(copies, done)]  # all are in one stream
+        return Received([(self._expect(rank, tensor.numel(), after), tensor) for rank, tensor in arriving], sent)
 
     def parts(self, made: Tensor, sent: Sequence[int], arriving: Sequence[int]) -> Parts:
         """Send parts of what was made in `space` to all ranks, and receive parts from all. `sent`, `arriving`: bytes."""
@@ -246,10 +251,9 @@ class Exchange:
         self._unread[source].append(arrival)
         return arrival
 
-    def _send(
-        self, slot: Slot, at: int, nbytes: int, ranks: Sequence[int], source: Tensor | None = None, after: Any = None
-    ) -> None:
-        """Send bytes of a slot to ranks. `source`: they are still to be copied from there, behind an event if it is a device's."""
+    def _send(self, slot: Slot, at: int, nbytes: int, ranks: Sequence[int], source: Tensor | None = None, after: Any = None) -> Any:
+        """Send bytes of a slot to ranks. `source`: they are still to be copied from there; if it is a device's, behind an event.
+        Return the event behind that copy."""
 
         def tell() -> None:
             for rank in ranks:
@@ -264,6 +268,7 @@ class Exchange:
             self._numbers[rank][0] += 1
             self._sent[rank].append(slot)
         slot.readers += len(ranks)
+        done = None
         for begin in range(0, nbytes, PIECE):
             if source is None:
                 tell()
@@ -274,7 +279,8 @@ class Exchange:
                 own.view(at + begin, count).copy_(piece)
                 tell()
             else:
-                copies_of(source.device).start(own.view_for(source.device, at + begin, count), piece, after, tell)
+                done = copies_of(source.device).start(own.view_for(source.device, at + begin, count), piece, after, tell)
+        return done
 
     def _take(self, nbytes: int) -> Slot:
         """Return memory that no rank reads any more, or more memory."""

@@ -55,7 +55,8 @@ class Event:
     def synchronize(self) -> None:
         memory.LEDGER.touch(current_device())
         tensors._wait("event")
-        races.told("event_synchronization", self._number)
+        if threading.current_thread() is threading.main_thread():  # another one's program goes on meanwhile
+            races.told("event_synchronization", self._number)
 
     def elapsed_time(self, end: Event) -> float:
         if self._recorded or end._recorded:

@@ -88,7 +88,7 @@ def kernel(func: Any, args: Any, kwargs: Any, made: Iterable[Tensor], streams: l
                 (writes if name in writing else reads).append(numbers)
     known = {tensor.untyped_storage().data_ptr() for tensor in (*reads, *writes)}
     fresh = [tensor for tensor in made if tensor.untyped_storage().data_ptr() not in known]
-    if views and not fresh and not writes:
+    if views and not fresh and not writing:
         return
     for one, other in itertools.permutations(streams, 2):
         wait_stream(one, other)
