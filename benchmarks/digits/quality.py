@@ -4,7 +4,7 @@
 
 Real ranks behind a real server draw the same pages in every way. Legible: digits that `reader.py` reads as what was asked for, of
 64 per page, with Wilson's 95 % interval. PSNR: against the pages of one rank with the same steps and CFG. `--results` keeps figures
-and first pages, and goes on from there. `--write` puts the table into docs/numerics.md and some pages into CP PipeFusion's help.
+and first pages, and goes on from there. `--write` puts the table into docs/numerics.md and some pages into the help and the README.
 """
 
 from __future__ import annotations
@@ -46,9 +46,15 @@ ROWS: dict[str, dict[str, Any]] = {
 }
 DOCUMENT = common.ROOT / "docs" / "numerics.md"
 START, END = "<!-- digits: written by benchmarks/digits/quality.py -->", "<!-- /digits -->"
-PICTURE = common.ROOT / "web" / "docs" / "images" / "patches.jpg"
 SHOWN = COLUMNS[1]
-PANELS = {"one rank": "exact", "2 patches, 1 warm-up": "2 patches", "8 patches, 1 warm-up": "8 patches"}
+PICTURES = {
+    "web/docs/images/patches.jpg": {
+        "one rank": "exact",
+        "2 patches, 1 warm-up": "2 patches",
+        "8 patches, 1 warm-up": "8 patches",
+    },
+    "docs/images/digits.jpg": {"one rank": "one rank", "two ranks, Ulysses": "two ranks"},
+}
 BAND = 64  # pixels of a page that the picture shows, two rows
 MOST_PSNR = 60.0  # dB; more is rounding of the picture to 8 bits
 
@@ -116,16 +122,16 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def montage(folder: Path) -> Image.Image:
+def montage(folder: Path, panels: dict[str, str]) -> Image.Image:
     """The first rows of a page, drawn in some of the ways, one below the other, with their names."""
     steps, cfg = SHOWN
-    shown = Image.new("L", (256 * 2 + 240, len(PANELS) * (2 * BAND + 12) - 12), 255)
+    shown = Image.new("L", (256 * 2 + 240, len(panels) * (2 * BAND + 12) - 12), 255)
     draw, font = ImageDraw.Draw(shown), ImageFont.load_default(22)
-    for i, name in enumerate(PANELS):
+    for i, name in enumerate(panels):
         drawn = Image.open(folder / f"{name}, {steps}, {cfg:g}.png").crop((0, 0, 256, BAND))
         top = i * (2 * BAND + 12)
         shown.paste(drawn.resize((512, 2 * BAND), Image.Resampling.LANCZOS), (240, top))
-        draw.text((0, top + BAND - 12), PANELS[name], fill=0, font=font)
+        draw.text((0, top + BAND - 12), panels[name], fill=0, font=font)
     return shown
 
 
@@ -135,7 +141,7 @@ def main() -> None:
         pages={"default": 16, "help": "per setting, of 64 digits each"},
         columns={"default": [1, 2, 3, 4], "help": "of the table"},
         results={"type": Path, "help": "folder that keeps what was found; what it has is not measured again"},
-        write={"action": "store_true", "help": "put the table into docs/numerics.md, and a picture into CP PipeFusion's help"},
+        write={"action": "store_true", "help": "put the table into docs/numerics.md, and pictures into the help and the README"},
     )
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.results or Path(temporary)
@@ -146,7 +152,8 @@ def main() -> None:
             text = DOCUMENT.read_text()
             before, after = text[: text.index(START)], text[text.index(END) :]
             DOCUMENT.write_text(f"{before}{START}\n\n{made}\n\n{after}")
-            montage(folder).save(PICTURE, quality=85)
+            for place, panels in PICTURES.items():
+                montage(folder, panels).save(common.ROOT / place, quality=85)
 
 
 if __name__ == "__main__":
