@@ -163,6 +163,20 @@ def test_tensors_of_the_same_memory_are_kept_and_not_without_end():
     assert all(len(each._views) <= segment.VIEWS for each in (*one.segments, *two.segments))
 
 
+def test_memory_that_was_used_in_inference_mode_first_takes_messages_outside_of_it():
+    one, two = made()
+    for mode in (True, False, True):
+        with torch.inference_mode(mode):
+            space = one.space(8, torch.float32)
+            space.copy_(torch.ones(2))
+            parts = one.parts(space, [0, 8], [0, 0]), two.parts(two.space(0, torch.float32), [0, 0], [8, 0])
+            parts[1].wait()
+            (part,) = parts[1].read()
+            assert part.add_(1).tolist() == [2, 2]
+            for each in parts:
+                each.release()
+
+
 def test_an_idle_rank_gives_its_memory_back():
     """Not while a message is under way, and both ranks still reach what comes later."""
     one, two = made()

@@ -5,7 +5,7 @@ import ast
 import pytest
 from support.package import ROOT
 
-BASE = {"errors", "compat", "nested", "version", "comfyui", "cache", "words", "system"}
+BASE = {"errors", "compat", "nested", "version", "comfyui", "cache", "pinned", "words", "system"}
 PARTS = {"engine/attention", "engine/weights"}
 ENGINE = {*BASE, "engine", "engine/ranks", "engine/exchange", *PARTS}
 BELOW_COMFY = {*ENGINE, "families", "vaes", "pool"}  # more of them for the side in ComfyUI's process
@@ -16,6 +16,7 @@ LAYERS = {
     "version": set(),
     "comfyui": set(),
     "cache": {"system"},
+    "pinned": {"system"},
     "words": set(),
     "system": {"system"},
     "engine/exchange": {*BASE, "engine/exchange"},

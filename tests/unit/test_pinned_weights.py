@@ -3,9 +3,9 @@
 import pytest
 
 PROGRAM = """
-from cp_runtime.engine.pinned import Mapping, pinned_zeros
 from cp_runtime.engine.ranks.collectives import RankGroup
 from cp_runtime.engine.weights.sharded import ShardedWeights
+from cp_runtime.pinned import Mapping, pinned_zeros
 
 CARD, stats = torch.device("cuda", 0), torch.cuda.host_memory_stats
 model, x = torch.nn.Sequential(*(torch.nn.Linear(300, 300) for _ in range(3))).to(CARD), torch.ones(2, 300, device=CARD)

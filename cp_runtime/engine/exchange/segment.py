@@ -22,8 +22,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ...pinned import Mapping
 from ...system import system
-from ..pinned import Mapping
 from .signals import SEMAPHORE, Signals
 
 LINE, LINK = 64, 2048
@@ -104,7 +104,8 @@ class Segment:
                 self._views.clear()
             if len(self._views) == VIEWS:
                 self._views.clear()
-            view = self._views[key] = torch.frombuffer(self._all, dtype=dtype, count=count, offset=at)
+            with torch.inference_mode(False):  # usable in every mode, whichever the caller is in
+                view = self._views[key] = torch.frombuffer(self._all, dtype=dtype, count=count, offset=at)
         return view
 
     def view_for(self, device: torch.device, at: int, count: int) -> Tensor:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import PlanError
-from ..pinned import pinned_zeros
+from ...pinned import pinned_zeros
 from ..ranks.collectives import Pending, RankGroup
 from .blocks import Block, blocks_of
 from .packing import ALIGNMENT, Packing, round_up

@@ -42,14 +42,14 @@ class Recorder(TorchDispatchMode):
             self.operations.append([func._opname, sorted({str(t.dtype) for t in tensors}), sent])
         return func(*args, **(kwargs or {}))
 
-    def note(self, slot, at, nbytes, ranks, source=None):
+    def note(self, slot, at, nbytes, ranks, *_):
         self.operations.append(["memory", [str(torch.uint8)], [nbytes] * len(ranks)])
 
 
 def noted(recorder, send=exchange.Exchange._send):
     def note_and_send(self, *args):
         recorder.note(*args)
-        send(self, *args)
+        return send(self, *args)
 
     return note_and_send
 

@@ -9,7 +9,7 @@ import mmap
 import torch
 from torch import Tensor
 
-from ..system import system
+from .system import system
 
 PORTABLE = 1  # cudaHostRegisterPortable: for every context of the process
 
