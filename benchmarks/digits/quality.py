@@ -115,7 +115,7 @@ def table(found: dict[str, Any]) -> str:
         return f"{100 * right / count:.1f} ({low:.1f}–{high:.1f}){near}"
 
     columns = [(steps, cfg) for steps, cfg in COLUMNS if all(f"{name}, {steps}, {cfg:g}" in found for name in ROWS)]
-    counts = [found[f"one rank, {steps}, {cfg:g}"][1] for steps, cfg in columns]
+    counts = [min(found[f"{name}, {steps}, {cfg:g}"][1] for name in ROWS) for steps, cfg in columns]
     heads = [f"{steps} steps, CFG {cfg:g}, {count} digits" for (steps, cfg), count in zip(columns, counts, strict=True)]
     lines = [f"| Legible digits in % | {' | '.join(heads)} |", "|---" * (len(columns) + 1) + "|"]
     lines += [f"| {name} | {' | '.join(cell(name, *column) for column in columns)} |" for name in ROWS]
