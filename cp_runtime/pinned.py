@@ -14,7 +14,7 @@ from .system import system
 PORTABLE = 1  # cudaHostRegisterPortable: for every context of the process
 
 
-class Mapping(mmap.mmap):
+class PinnableMemory(mmap.mmap):
     """Memory that CUDA may pin while it is referenced. `error`: CUDA's of that; None = it was not asked."""
 
     error: int | None = None
@@ -43,7 +43,7 @@ def pinned_zeros(nbytes: int, device: torch.device) -> Tensor:
     """
     if device.type != "cuda":
         return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
-    memory = Mapping(-1, nbytes, **system.PRIVATE)
+    memory = PinnableMemory(-1, nbytes, **system.PRIVATE)
     if code := memory.pin():
         raise RuntimeError(
             f"CUDA error {code}: {nbytes / 1e6:.0f} MB of host memory cannot be pinned. Raise the limit of locked memory "

@@ -328,10 +328,7 @@ class WorkerPool:
             now = time.monotonic()
             ended = [rank for rank in channels if self.processes[rank].returncode is not None]  # before what they sent last
             heard = ready(channels, min(TICK, max(0.0, until - now)))
-            for rank in ended:
-                if rank not in heard:  # a process that it started has its channel open
-                    del channels[rank]
-                    collection.died(rank, time.monotonic())
+            gone = [rank for rank in ended if rank not in heard]  # a process that it started has its channel open
             for rank in heard:
                 channel = channels[rank]
                 try:
@@ -340,8 +337,10 @@ class WorkerPool:
                         if frame.seq == self._seq:
                             collection.reported(rank, frame.report(rank))
                 except Closed:
-                    del channels[rank]
-                    collection.died(rank, time.monotonic())
+                    gone.append(rank)
+            for rank in gone:
+                del channels[rank]
+                collection.died(rank, time.monotonic())
             self.waiting_for = collection.missing
             at = {rank: self.progress(rank) for rank in self.waiting_for}
             compiling = any(progress.compiling for progress in at.values())

@@ -5,7 +5,7 @@ import pytest
 PROGRAM = """
 from cp_runtime.engine.ranks.collectives import RankGroup
 from cp_runtime.engine.weights.sharded import ShardedWeights
-from cp_runtime.pinned import Mapping, pinned_zeros
+from cp_runtime.pinned import PinnableMemory, pinned_zeros
 
 CARD, stats = torch.device("cuda", 0), torch.cuda.host_memory_stats
 model, x = torch.nn.Sequential(*(torch.nn.Linear(300, 300) for _ in range(3))).to(CARD), torch.ones(2, 300, device=CARD)
@@ -24,7 +24,7 @@ del kept
 weights.remove()
 assert not stats()["registered_bytes"], stats()
 
-memory = Mapping(-1, 1 << 16)
+memory = PinnableMemory(-1, 1 << 16)
 assert memory.pin() == 0 and stats()["registered_bytes"] == 1 << 16
 code = torch.cuda.cudart().cudaHostRegister(memory._address, 1 << 16, 0)
 assert code

@@ -30,8 +30,6 @@ CASES = {
     "messages under way": """
         import torch.distributed as dist
         from support.stand_in import messages
-        import threading
-
         from support.stand_in.races import Race
 
         dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)

@@ -1,6 +1,6 @@
-"""Copies between a device and shared memory, beside what the device computes.
+"""Copies of messages into memory that ranks share, and out of it: the CPU's at once, a device's beside what it computes.
 
-The host waits for none of them: a thread does, and then tells others.
+The host waits for none of a device's: a thread does, and then tells others.
 """
 
 from __future__ import annotations
@@ -16,25 +16,41 @@ from torch import Tensor
 
 
 class Copies:
-    """Copies of one device: those away from it in one stream, those to it in another one."""
+    """Copies of the CPU: each is done when `start` returns. Its events are None."""
+
+    def mark(self) -> Any:
+        """Return an event behind everything that the device has been given."""
+
+    def start(self, target: Tensor, source: Tensor, after: Any) -> Any:
+        """Start a copy behind an event; return the one behind the copy."""
+        target.copy_(source)
+
+    def then(self, done: Any, call: Callable[[], None]) -> None:
+        """Call a function when the device has come to an event."""
+        call()
+
+    def wait_for(self, done: Any) -> None:
+        """Have what the device is given from now on wait for an event."""
+
+
+class DeviceCopies(Copies):
+    """Copies of a device: those away from it in one stream, those to it in another one.
+
+    Raises:
+        RuntimeError: from `start`, where a copy before it failed.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._module = torch.get_device_module(device)
         self._device, self._away, self._back = device, self._module.Stream(device), self._module.Stream(device)
-        self._started: SimpleQueue[tuple[Any, Callable[[], None]]] = SimpleQueue()
+        self._calls: SimpleQueue[tuple[Any, Callable[[], None]]] = SimpleQueue()
         self._error: BaseException | None = None
         threading.Thread(target=self._run, name="context-parallel-copies", daemon=True).start()
 
     def mark(self) -> Any:
-        """Return an event behind everything that the current stream has been given."""
         return self._module.current_stream(self._device).record_event()
 
-    def start(self, target: Tensor, source: Tensor, after: Any, then: Callable[[], None]) -> Any:
-        """Start a copy behind an event; return the one behind the copy. `then`: what the thread calls when it is done.
-
-        Raises:
-            RuntimeError: one before it failed.
-        """
+    def start(self, target: Tensor, source: Tensor, after: Any) -> Any:
         if self._error is not None:
             raise RuntimeError(f"a copy between {self._device} and shared memory failed") from self._error
         stream, ours = (self._away, source) if target.is_cpu else (self._back, target)
@@ -43,24 +59,30 @@ class Copies:
             target.copy_(source, non_blocking=True)
             done = stream.record_event()
         ours.record_stream(stream)
-        self._started.put((done, then))
         return done
 
+    def then(self, done: Any, call: Callable[[], None]) -> None:
+        self._calls.put((done, call))
+
     def wait_for(self, done: Any) -> None:
-        """Have the current stream wait for an event."""
         self._module.current_stream(self._device).wait_event(done)
 
     def _run(self) -> None:
         self._module.set_device(self._device)
         while True:
-            done, then = self._started.get()
+            done, call = self._calls.get()
             try:
                 done.synchronize()
-                then()
+                call()
             except BaseException as error:  # noqa: BLE001  (raised by the next copy)
                 self._error = error
-            del done, then  # what they keep must not wait for the next copy
+            del done, call  # what they keep must not wait for the next copy
 
 
-copies_of = cache(Copies)
-"""Return the copies of a device."""
+AT_ONCE = Copies()
+
+
+@cache
+def copies_of(device: torch.device) -> Copies:
+    """Return the copies of a device."""
+    return AT_ONCE if device.type == "cpu" else DeviceCopies(device)

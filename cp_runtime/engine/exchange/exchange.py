@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...compat import timeout_of
 from ...system import system
-from .copies import Copies, copies_of
+from .copies import AT_ONCE, Copies, copies_of
 from .segment import KEPT, Segment
 from .signals import OtherEnded, Signals, TookTooLong
 
@@ -45,35 +45,29 @@ class Slot:
 
 
 class Arrival:
-    """A message from another rank, of a known size. One that is thrown away counts as read. `after`: event of a device, behind
-    which its memory is free for the message."""
+    """A message from another rank, of a known size. One that is thrown away counts as read."""
 
-    __slots__ = ("_exchange", "after", "at", "is_read", "missing", "nbytes", "number", "source")
+    __slots__ = ("_exchange", "at", "is_read", "missing", "nbytes", "number", "source")
 
-    def __init__(self, exchange: Exchange, source: int, nbytes: int, number: int, after: Any) -> None:
-        self._exchange, self.source, self.nbytes, self.number, self.after = exchange, source, nbytes, number, after
+    def __init__(self, exchange: Exchange, source: int, nbytes: int, number: int) -> None:
+        self._exchange, self.source, self.nbytes, self.number = exchange, source, nbytes, number
         self.at, self.missing, self.is_read = 0, pieces(nbytes), False
 
     def borrow(self, dtype: torch.dtype) -> Tensor:
         """Return it where it lies, until `release`."""
         return self._exchange.segments[self.source].view(self.at, self.nbytes // dtype.itemsize, dtype)
 
-    def copy_to(self, flat: Tensor) -> None:
-        """Copy it into bytes, each piece as soon as it is there, and release it. A device may still be copying then."""
-        copies, segment, done = None if flat.is_cpu else copies_of(flat.device), self._exchange.segments[self.source], None
+    def copy_to(self, flat: Tensor, copies: Copies, after: Any) -> None:
+        """Copy it into bytes, each piece as soon as it is there, and release it. A device does so after this returns, behind the
+        event."""
+        done, segment = after, self._exchange.segments[self.source]
         for piece, at in enumerate(range(0, self.nbytes, PIECE), 1):
             self._exchange.wait_for(self, pieces(self.nbytes) - piece)
             count = min(PIECE, self.nbytes - at)
             target = flat if count == self.nbytes else flat[at : at + count]
-            if copies is None:
-                target.copy_(segment.view(self.at + at, count))
-            else:
-                then = self.release if at + count == self.nbytes else _nothing
-                done = copies.start(target, segment.view_for(flat.device, self.at + at, count), self.after, then)
-        if copies is None:
-            self.release()
-        elif done is not None:
-            copies.wait_for(done)
+            done = copies.start(target, segment.view_for(flat.device, self.at + at, count), after)
+        copies.then(done, self.release)
+        copies.wait_for(done)
 
     def wait(self) -> None:
         """Wait until all of it is there."""
@@ -85,21 +79,22 @@ class Arrival:
         self._exchange.tell_what_is_read(self.source)
 
 
-def _nothing() -> None: ...
-
-
 class Received:
-    """Messages for some tensors: what `wait` of a collective waits for. `sent`: (copies of a device, the event behind what it
-    sends), since that may change afterwards."""
+    """Messages for some tensors: what `wait` of a collective waits for.
 
-    def __init__(self, arrivals: Sequence[tuple[Arrival, Tensor]], sent: Sequence[tuple[Copies, Any]]) -> None:
-        self._arrivals, self._sent = arrivals, sent
+    Args:
+        copies: of the tensors' device.
+        after: event behind which the tensors may be written to.
+        sent: event behind the copies of what is sent, which may change afterwards.
+    """
+
+    def __init__(self, arrivals: Sequence[tuple[Arrival, Tensor]], copies: Copies, after: Any, sent: Any) -> None:
+        self._arrivals, self._copies, self._after, self._sent = arrivals, copies, after, sent
 
     def wait(self) -> None:
         for arrival, tensor in self._arrivals:
-            arrival.copy_to(tensor)
-        for copies, done in self._sent:
-            copies.wait_for(done)
+            arrival.copy_to(tensor, self._copies, self._after)
+        self._copies.wait_for(self._sent)
         self._arrivals = ()
 
     def __del__(self) -> None:
@@ -180,18 +175,16 @@ class Exchange:
     def messages(self, arriving: Iterable[tuple[int, Tensor]], leaving: Iterable[tuple[int, Tensor]]) -> Received:
         """Send tensors to ranks, and receive others from ranks. All are bytes, of the CPU or of one device."""
         arriving, leaving = list(arriving), list(leaving)
-        device = next((tensor.device for _, tensor in (*arriving, *leaving) if not tensor.is_cpu), None)
-        copies = None if device is None else copies_of(device)
-        after, sent = None if copies is None else copies.mark(), list[tuple[Copies, Any]]()
-        self._is_pinned |= copies is not None
+        copies = next((copies_of(tensor.device) for _, tensor in (*arriving, *leaving)), AT_ONCE)
+        self._is_pinned |= copies is not AT_ONCE
+        after = sent = copies.mark()
         receivers: dict[tuple[int, int], tuple[Tensor, list[int]]] = {}
         for rank, tensor in leaving:
             receivers.setdefault((tensor.data_ptr(), tensor.numel()), (tensor, []))[1].append(rank)
         for tensor, ranks in receivers.values():
             slot = self._take(tensor.numel())
-            done = self._send(slot, slot.at, tensor.numel(), ranks, tensor, after)
-            sent = sent if copies is None or done is None else [(copies, done)]  # all are in one stream
-        return Received([(self._expect(rank, tensor.numel(), after), tensor) for rank, tensor in arriving], sent)
+            sent = self._send(slot, slot.at, tensor.numel(), ranks, tensor, copies, after)  # all are in one stream
+        return Received([(self._expect(rank, tensor.numel()), tensor) for rank, tensor in arriving], copies, after, sent)
 
     def parts(self, made: Tensor, sent: Sequence[int], arriving: Sequence[int]) -> Parts:
         """Send parts of what was made in `space` to all ranks, and receive parts from all. `sent`, `arriving`: bytes."""
@@ -243,23 +236,32 @@ class Exchange:
                 unread.popleft()
                 self._signals.post(self.segments[source].read[self.rank])
 
-    def _expect(self, source: int, nbytes: int, after: Any = None) -> Arrival:
+    def _expect(self, source: int, nbytes: int) -> Arrival:
         numbers = self._numbers[source]
-        arrival = Arrival(self, source, nbytes, numbers[1], after)
+        arrival = Arrival(self, source, nbytes, numbers[1])
         numbers[1] += 1
         self._due[source].append(arrival)
         self._unread[source].append(arrival)
         return arrival
 
-    def _send(self, slot: Slot, at: int, nbytes: int, ranks: Sequence[int], source: Tensor | None = None, after: Any = None) -> Any:
-        """Send bytes of a slot to ranks. `source`: they are still to be copied from there; if it is a device's, behind an event.
-        Return the event behind that copy."""
+    def _send(
+        self,
+        slot: Slot,
+        at: int,
+        nbytes: int,
+        ranks: Sequence[int],
+        source: Tensor | None = None,
+        copies: Copies = AT_ONCE,
+        after: Any = None,
+    ) -> Any:
+        """Send bytes of a slot to ranks. `source`: they are still to be copied from there, behind an event. Return the event behind
+        that copy."""
 
         def tell() -> None:
             for rank in ranks:
                 self._signals.post(own.ready[rank])
 
-        own = self.segments[self.rank]
+        own, done = self.segments[self.rank], after
         for rank in ranks:
             if len(self._sent[rank]) == KEPT:
                 self._take_signal(own.read[rank], rank)
@@ -268,18 +270,12 @@ class Exchange:
             self._numbers[rank][0] += 1
             self._sent[rank].append(slot)
         slot.readers += len(ranks)
-        done = None
         for begin in range(0, nbytes, PIECE):
-            if source is None:
-                tell()
-                continue
-            count = min(PIECE, nbytes - begin)
-            piece = source if count == nbytes else source[begin : begin + count]
-            if source.is_cpu:
-                own.view(at + begin, count).copy_(piece)
-                tell()
-            else:
-                done = copies_of(source.device).start(own.view_for(source.device, at + begin, count), piece, after, tell)
+            if source is not None:
+                count = min(PIECE, nbytes - begin)
+                piece = source if count == nbytes else source[begin : begin + count]
+                done = copies.start(own.view_for(source.device, at + begin, count), piece, after)
+            copies.then(done, tell)
         return done
 
     def _take(self, nbytes: int) -> Slot:

@@ -22,7 +22,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...pinned import Mapping
+from ...pinned import PinnableMemory
 from ...system import system
 from .signals import SEMAPHORE, Signals
 
@@ -53,7 +53,7 @@ class Segment:
             system.reserve(self.fd, self.begin)
         else:
             self.fd = system.foreign_fd(*owner)
-        self._head = self._all = Mapping(self.fd, self.begin)
+        self._head = self._all = PinnableMemory(self.fd, self.begin)
         self._words = memoryview(self._head).cast("q")
         if owner is None:
             self._head[:16] = os.urandom(16)
@@ -99,10 +99,10 @@ class Segment:
         """Return some elements as a flat tensor, which keeps the memory."""
         key = at, count, dtype
         if (view := self._views.get(key)) is None:
-            if at + count * dtype.itemsize > len(self._all):
-                self._all = Mapping(self.fd, 0)  # all that is there by now
-                self._views.clear()
-            if len(self._views) == VIEWS:
+            grew = at + count * dtype.itemsize > len(self._all)
+            if grew:
+                self._all = PinnableMemory(self.fd, 0)  # all that is there by now
+            if grew or len(self._views) == VIEWS:
                 self._views.clear()
             with torch.inference_mode(False):  # usable in every mode, whichever the caller is in
                 view = self._views[key] = torch.frombuffer(self._all, dtype=dtype, count=count, offset=at)

@@ -59,12 +59,12 @@ def fails():
     raise OSError("the other one is gone")
 
 
-at_fault, card = copies.Copies(torch.device("cuda", torch.cuda.current_device())), torch.ones(4, device="cuda")
-at_fault.start(torch.zeros(4), card, at_fault.mark(), fails)
+at_fault, card = copies.DeviceCopies(torch.device("cuda", torch.cuda.current_device())), torch.ones(4, device="cuda")
+at_fault.then(at_fault.start(torch.zeros(4), card, at_fault.mark()), fails)
 while at_fault._error is None:
     pass
 try:
-    at_fault.start(torch.zeros(4), card, at_fault.mark(), fails)
+    at_fault.start(torch.zeros(4), card, at_fault.mark())
     said = ""
 except RuntimeError as error:
     said = f"{error}: {error.__cause__}"

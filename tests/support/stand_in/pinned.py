@@ -59,7 +59,7 @@ class Runtime:
 
 
 def _refuse(code: int) -> int:
-    _errors.append(code)
+    _errors[:] = [code]
     return code
 
 
