@@ -8,14 +8,16 @@ import timeit
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from statistics import fmean
 
 import torch
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from .cost import Rates
-from .ranks.collectives import wait_for
+from .ranks.collectives import RankGroup, wait_for
 from .ranks.mesh import SequenceMesh
 from .ranks.sharding import Shares
 
@@ -91,15 +93,12 @@ def measure(mesh: SequenceMesh, device: torch.device, name: str = "", machines: 
     qkv = torch.randn(3, 1, 4, tokens, HEAD_DIM, device=device).to(dtype)
     matrix = torch.randn(side, side, device=device).to(dtype)
     block = torch.zeros(elements * 4, dtype=dtype, device=device)
+    delay = partial(_keep_busy, block)
 
     began = time.perf_counter()
     while not cpu and time.perf_counter() - began < RISING:
         matrix @ matrix
         wait_for(device)
-
-    def delay() -> None:
-        for _ in range(16):
-            block.clone()
 
     def attend() -> object:
         return scaled_dot_product_attention(*qkv)
@@ -118,25 +117,14 @@ def measure(mesh: SequenceMesh, device: torch.device, name: str = "", machines: 
             if spent >= (LONG if slower else ENOUGH):
                 return seconds
 
-    def sender(peers: Sequence[bool], count: int) -> Callable[..., object]:
-        counts = [count * peer for peer in peers]
-        send, received = (torch.zeros(sum(counts), dtype=dtype, device=device) for _ in range(2))
-
-        def run(meanwhile: Callable[[], object] = lambda: None) -> None:
-            pending = whole.all_to_all(send, counts, received, counts)
-            meanwhile()
-            pending.wait()
-
-        return run
-
     def link(peers: Sequence[bool]) -> tuple[float, float]:
-        latency = best(sender(peers, 1))
-        sending = max(lasting(sender(peers, elements)) - latency, 1e-9)  # latency may be most of it
+        latency = best(_sender(whole, peers, block[:1]))
+        sending = max(lasting(_sender(whole, peers, block[:elements])) - latency, 1e-9)  # latency may be most of it
         return latency, elements * max(1, sum(peers) - 1) * dtype.itemsize / sending
 
     def hidden(attending: float) -> float:
         """Return the part of the shorter of an attention and a transfer that passes beside the other."""
-        send = sender([True] * ranks, elements)
+        send = _sender(whole, [True] * ranks, block[:elements])
         sending, together = best(send), best(lambda: send(attend))
         return min(1.0, max(0.0, (attending + sending - together) / min(attending, sending)))
 
@@ -167,6 +155,33 @@ def measure(mesh: SequenceMesh, device: torch.device, name: str = "", machines: 
         tuple(machines),
         tuple((row[-2], row[-1]) for row in table) if inside else (),
     )
+
+
+def exchange_seconds(group: RankGroup, device: torch.device) -> float:
+    """Return the seconds of a large exchange among all ranks of a group, those of the slowest rank."""
+    elements = SIZES["cpu" if device.type == "cpu" else "accelerator"][1]
+    part = torch.zeros(elements, dtype=torch.bfloat16, device=device)
+    times = _times(_sender(group, [True] * group.size, part), device, partial(_keep_busy, part))
+    return group.largest(torch.tensor([min(times)], device=group.device)).item()
+
+
+def _sender(group: RankGroup, peers: Sequence[bool], part: Tensor) -> Callable[..., object]:
+    """Return a function that sends as much as `part` to each of some ranks, and receives as much from each. It takes a function to
+    run meanwhile."""
+    counts = [part.numel() * peer for peer in peers]
+    send, received = (part.new_zeros(sum(counts)) for _ in range(2))
+
+    def run(meanwhile: Callable[[], object] = lambda: None) -> None:
+        pending = group.all_to_all(send, counts, received, counts)
+        meanwhile()
+        pending.wait()
+
+    return run
+
+
+def _keep_busy(block: Tensor) -> None:
+    for _ in range(16):
+        block.clone()
 
 
 def _launch(device: torch.device) -> float:

@@ -82,6 +82,13 @@ class Failure(Report):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Compared(Report):
+    """How fast an exchange through shared memory is, the same on every rank."""
+
+    speed: float  # times the speed over the devices' own library; 0 = ranks cannot exchange so
+
+
+@dataclass(frozen=True, kw_only=True)
 class Ready(Report):
     """A rank has started."""
 
@@ -218,6 +225,13 @@ class Probe(Request[Done]):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Compare(Request[Compared]):
+    """Compare shared memory with the devices' own library, and go on by the faster one."""
+
+    report: ClassVar[type[Any]] = Compared
+
+
+@dataclass(frozen=True, kw_only=True)
 class Measure(Request[Ready]):
     """Measure devices and links: the last step of a start."""
 
@@ -316,8 +330,8 @@ class Available(Request[Room]):
 KINDS: dict[str, type[Message]] = {
     kind.__name__: kind
     for kind in (
-        Import, Connect, Probe, Measure, Shutdown, Cancel, Echo, Load, Call, AttachNetwork, Drop, MakeRoom, Available,
-        Done, Cancelled, Failure, Ready, Value, Loaded, Room, CallReport,
+        Import, Connect, Probe, Compare, Measure, Shutdown, Cancel, Echo, Load, Call, AttachNetwork, Drop, MakeRoom, Available,
+        Done, Cancelled, Failure, Compared, Ready, Value, Loaded, Room, CallReport,
     )
 }  # fmt: skip
 MAX_HEADER = 64 << 20  # bytes of a message without its tensors

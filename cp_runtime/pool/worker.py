@@ -42,6 +42,8 @@ from .messages import (
     Cancel,
     Cancelled,
     Communication,
+    Compare,
+    Compared,
     Connect,
     Done,
     Echo,
@@ -58,7 +60,7 @@ from .messages import (
     Value,
     pack,
 )  # fmt: skip
-from .peers import probe
+from .peers import FASTER, compare, probe
 from .processors import stay_near
 from .protocol import TensorPacker, flatten
 from .tensor_cache import TensorCache
@@ -105,6 +107,7 @@ class Worker:
             Import: self._import,
             Connect: self._connect,
             Probe: self._probe,
+            Compare: self._compare,
             Measure: self._measure,
             Echo: lambda request, block: self.result(self.cache.unpack(request, block)["x"]),
         }
@@ -119,12 +122,15 @@ class Worker:
             self._handlers |= module.make_service(self)
 
     def _connect(self, *_: Any) -> None:
-        backend = self.spec["backend"]
+        self._store = dist.FileStore(system.store_path(self.spec["store_fd"]), self.world_size)
+        self._join(self.spec["backend"])
+
+    def _join(self, backend: str) -> None:
         if not dist.is_backend_available(backend):
             raise dist.DistBackendError(f"this torch has no {backend}")
         dist.init_process_group(
             backend,
-            store=dist.FileStore(system.store_path(self.spec["store_fd"]), self.world_size),
+            store=dist.PrefixStore(backend, self._store),
             rank=self.rank,
             world_size=self.world_size,
             timeout=self.timeout,
@@ -134,6 +140,13 @@ class Worker:
 
     def _probe(self, *_: Any) -> None:
         probe(self.mesh.whole, self.device)
+
+    def _compare(self, *_: Any) -> Compared:
+        compared = compare(self.mesh.whole, self.device)
+        if compared.speed > FASTER:  # torch would have other ranks split NCCL's group for each of gloo that does not have all ranks
+            dist.destroy_process_group()
+            self._join("gloo")
+        return compared
 
     def _measure(self, *_: Any) -> Ready:
         name = device_name(self.device)

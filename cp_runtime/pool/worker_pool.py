@@ -25,8 +25,25 @@ from .collection import Collection, ModuleTimes, Outcome, SendCancel
 from .config import TIMEOUTS, RuntimeConfig, WorkerSite, split_device, timeout_of
 from .failures import connect_advice, connect_failure, death, missed_deadline, reported_failure
 from .launcher import as_host, child_environment, starting
-from .messages import Cancel, Connect, Failure, Import, Measure, Probe, R, Ready, Report, Request, Shutdown, Value, all_of, pack
-from .peers import Connection, fallback_of, look_at_peers
+from .messages import (
+    Cancel,
+    Compare,
+    Compared,
+    Connect,
+    Failure,
+    Import,
+    Measure,
+    Probe,
+    R,
+    Ready,
+    Report,
+    Request,
+    Shutdown,
+    Value,
+    all_of,
+    pack,
+)  # fmt: skip
+from .peers import FASTER, Connection, fallback_of, look_at_peers
 from .processes import WAITING, OtherMachine, OtherMachines, RankProcess
 from .protocol import TensorPacker, read_tensor, unflatten
 
@@ -35,6 +52,7 @@ log = logging.getLogger("context_parallel")
 IMPORTING, CONNECTING = "importing", "connecting"
 ACROSS = 9.0  # seconds that ranks of several machines have to connect: a firewall that drops packets gives no other answer
 PROBING = 10.0  # seconds that ranks have for the first messages over their devices' library
+COMPARING = 10.0  # seconds that they have to compare it with shared memory
 TICK = 0.02  # seconds between two looks at the caller's Cancel
 SHUTDOWN_GRACE = 5.0
 KEEP_BYTES = 64 << 20  # of shared memory for messages, and for results; more is given back
@@ -57,6 +75,7 @@ class WorkerPool:
         backend: by which the ranks communicate; None until they are ready.
         measured, shares, device_names: of the ranks; none until they are ready.
         load_timeout: seconds that ranks may take to load a model, and for a call in which they bring it to their devices.
+        chosen: why they share memory although NCCL connects them; empty = they do not.
         fallback: how they may connect; its `reason` says why they do not as they would by default.
         peer_to_peer: whether their GPUs reach each other's memory; None before they connect and without NCCL.
     """
@@ -70,6 +89,7 @@ class WorkerPool:
         self.last_command_ended = -math.inf
         self.backend: str | None = None
         self.peer_to_peer: bool | None = None
+        self.chosen = ""
         self.measured: Measured | None = None
         self.shares: Shares = ()
         self.device_names: list[str] = []
@@ -110,7 +130,7 @@ class WorkerPool:
                     self._open()
 
     def _start(self, way: Connection, cancelled: Callable[[], bool] | None) -> None:
-        began, self.seconds = time.monotonic(), {}
+        began, self.seconds, self.chosen, self.fallback.comparing = time.monotonic(), {}, "", False
 
         def ended(step: str, what: str = "start", timeout: float | None = None) -> list[Report]:
             """Wait until all ranks have taken a step. `timeout`: of this step; None = what is left of the start's."""
@@ -132,9 +152,19 @@ class WorkerPool:
         if way.backend != "gloo":
             self._send(Probe())
             ended("probe", CONNECTING, min(PROBING, self._connect_timeout))
+        backend = way.backend
+        if self.peer_to_peer is False and self.fallback.may_compare and self._others is None:
+            self.fallback.comparing = True
+            self._send(Compare())
+            compared = all_of(Compared, ended("compare", CONNECTING, min(COMPARING, self._connect_timeout)))[0]
+            self.fallback.comparing = False
+            if compared.speed > FASTER:
+                backend = "gloo"
+                self.chosen = f"exchanges through shared memory are {compared.speed:.1f} × as fast as over {way}"
+                log.info("%s", self.chosen)
         self._send(Measure())
         ready = all_of(Ready, ended("measure"))
-        self.backend, self.measured, self.device_names = way.backend, ready[0].measured, [each.name for each in ready]
+        self.backend, self.measured, self.device_names = backend, ready[0].measured, [each.name for each in ready]
         self.shares = reduced(self.config.shares or self.measured.shares)
         devices = [f"{device} ({name})" for device, name in zip(self.config.devices, self.device_names, strict=True)]
         if self.shares:

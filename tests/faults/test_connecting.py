@@ -1,6 +1,8 @@
 """How ranks come to communicate on a machine whose GPUs do not over NCCL, with fake CUDA devices and gloo under NCCL's name."""
 
 import os
+import re
+import resource
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -8,6 +10,7 @@ import pytest
 import torch
 from support import stand_in
 from support.pools import echo, make_pool, small_pool
+from support.stand_in import groups
 
 from cp_runtime.controller.controller import Controller
 from cp_runtime.controller.placement import Shortages
@@ -30,6 +33,13 @@ def machine(monkeypatch):
     return lambda link: monkeypatch.setenv(stand_in.LINK, link)
 
 
+@pytest.fixture
+def far_apart(machine, monkeypatch):
+    """Cards that do not reach each other's memory."""
+    machine(groups.LATE)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: False)
+
+
 @contextmanager
 def started(**settings):
     with small_pool(on="cuda", **settings) as pool:
@@ -41,8 +51,8 @@ def test_broken_peer_to_peer_transfers_are_done_without(machine, monkeypatch, ca
     """They go through /dev/shm then, of which containers have little."""
     machine("garble p2p")
     monkeypatch.setattr(peers, "SHM_PER_RANK", 1 << 50)  # more than any machine has
-    with started() as pool:
-        assert (pool.backend, pool.peer_to_peer) == ("nccl", False)
+    with started(backend="nccl") as pool:
+        assert (pool.backend, pool.peer_to_peer, pool.chosen) == ("nccl", False, "")  # it was asked for
         assert pool.fallback.reason.startswith(
             "ranks did not connect over nccl (DistBackendError: what ranks sent each other did not arrive"
         )
@@ -80,6 +90,32 @@ def test_a_restart_tries_again_what_was_given_up(machine, monkeypatch):
         assert (pool.backend, pool.peer_to_peer, pool.fallback.reason) == ("nccl", True, "")
     finally:
         controller.close()
+
+
+def test_ranks_share_memory_where_that_is_faster_than_nccl_through_the_host(far_apart, caplog):
+    caplog.set_level("INFO")
+    with started() as pool:
+        assert (pool.backend, pool.peer_to_peer, pool.fallback.reason) == ("gloo", False, "")
+        assert re.fullmatch(r"exchanges through shared memory are \d+\.\d × as fast as over nccl", pool.chosen)
+        assert {pool.chosen} <= {record.getMessage() for record in caplog.records}
+
+
+def test_nccl_stays_where_ranks_cannot_share_memory(far_apart, caplog):
+    """As much as an exchange takes: a limit of a container, or here one of files."""
+    pool = make_pool(on="cuda")
+
+    def limit() -> bool:
+        for process in pool.processes:
+            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (1 << 19, resource.RLIM_INFINITY))
+        return False
+
+    pool.start(limit)
+    try:
+        assert (pool.backend, pool.peer_to_peer, pool.chosen, pool.fallback.reason) == ("nccl", False, "", "")
+    finally:
+        pool.kill()
+    told = r"ranks did not exchange through shared memory \(DistBackendError: messages through shared memory: .*File too large"
+    assert len(re.findall(told, caplog.text)) == 1
 
 
 def test_nccl_that_was_asked_for_is_not_replaced(machine, caplog):

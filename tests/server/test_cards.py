@@ -18,7 +18,7 @@ from support.graphs import family_prompt, flux_prompt
 from support.latents import assert_close, differ
 from support.processes import descendants
 from support.server import ComfyServer
-from support.stand_in import messages
+from support.stand_in import groups, messages
 from support.stand_in.memory import Ledger
 from support.vae_graphs import vae_prompt
 
@@ -296,3 +296,16 @@ def test_a_text_encoder_takes_what_it_needs_of_the_first_card_and_the_ranks_keep
     assert all(taken > 0.9 * size for taken in held(cards)), held(cards)
     assert_close(latent(card_server, graph), expected, BOUND)
     assert loads(card_server) == loaded
+
+
+def test_cards_that_share_memory_are_as_one(comfyui_path, checkpoints_dir, tmp_path):
+    """In place of NCCL through the host's memory, with groups of some of the ranks."""
+    cards = stand_in.Cards(count=4, gigabytes=8, ledger=tmp_path / "ledger")
+    options = {"args": ["--fp32-unet", "--fp32-vae"], "env": stand_in.environment(cards) | {stand_in.LINK: groups.LATE}}
+    with ComfyServer(comfyui_path, models=checkpoints_dir, cpu=False, **options) as server:
+        stock = latent(server, flux_prompt(cfg=4.0))
+        cp = {"batch_degree": 1, "ring_degree": 2, "ulysses_degree": 2}
+        assert_close(latent(server, flux_prompt(cfg=4.0, cp=cp)), stock, BOUND)
+        status = server.status()
+        assert (status["backend"], status["peer_to_peer"]) == ("gloo", False)
+        assert status["fallback"].startswith("exchanges through shared memory are ")

@@ -68,7 +68,7 @@ def status(server: Any) -> dict[str, Any]:
         "world_size": pool.world_size,
         "backend": pool.backend,
         "peer_to_peer": pool.peer_to_peer,
-        "fallback": pool.fallback.reason,
+        "fallback": "\n".join(filter(None, (pool.fallback.reason, pool.chosen))),
         "models": workers.models.names,
         "weights": workers.models.placements,
         "memory": workers.models.memory,

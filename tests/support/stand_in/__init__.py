@@ -22,7 +22,7 @@ from typing import NamedTuple
 VARIABLE = "CP_TEST_CARDS"
 LINK = "CP_TEST_LINK"
 """Environment variable: what NCCL's messages do, `hang`, `garble` or `fail`; with ` p2p` behind it only while NCCL_P2P_DISABLE is
-not 1."""
+not 1. `slow`: to connect. `late`: they take a while, as cards do not reach each other's memory."""
 FLOAT32 = ("--fp32-unet", "--force-fp32", "--fp32-vae", "--fp32-text-enc")
 """What makes ComfyUI compute on a card as precisely as on a CPU."""
 

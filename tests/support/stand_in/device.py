@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from . import Cards, graphs, kernels, memory, pinned, races, tensors
+from . import LINK, Cards, graphs, groups, kernels, memory, pinned, races, tensors
 
 ONLY_CUDA = {"get_arch_list", "cudart", "_sleep", "CUDAGraph", "graph_pool_handle"}
 """What torch_npu does not have."""
@@ -222,7 +222,7 @@ def install(cards: Cards) -> None:
         "get_device_capability": lambda device=None: kernels.kinds[index(device)].capability,
         "get_arch_list": lambda: sorted({"sm_{}{}".format(*kind.capability) for kind in kernels.kinds}),
         "is_bf16_supported": lambda emulated=True: emulated or kernels.kinds[current_device()].capability >= (8, 0),
-        "can_device_access_peer": lambda *_: True,
+        "can_device_access_peer": lambda *_: os.environ.get(LINK) != groups.LATE,
         "synchronize": _synchronize,
         "set_sync_debug_mode": tensors.set_sync_debug_mode,
         "empty_cache": lambda: memory.LEDGER.empty_cache(),

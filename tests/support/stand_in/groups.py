@@ -11,6 +11,7 @@ from torch.distributed import distributed_c10d as c10d
 from . import LINK, memory, messages
 
 SLOW = "slow"  # to connect
+LATE = "late"  # to arrive, as what goes through the host's memory
 _of_nccl: set[str] = set()
 """Names of process groups."""
 
@@ -18,7 +19,9 @@ _of_nccl: set[str] = set()
 def _broken(tensors: list[torch.Tensor]) -> None:
     """Do what a machine does on which NCCL's messages do not arrive."""
     what, _, only = os.environ.get(LINK, "").partition(" ")
-    if what in ("", SLOW) or (only == "p2p" and os.environ.get("NCCL_P2P_DISABLE") == "1"):
+    if what == LATE:
+        time.sleep(0.1)
+    if what in ("", SLOW, LATE) or (only == "p2p" and os.environ.get("NCCL_P2P_DISABLE") == "1"):
         return
     if what == "hang":
         time.sleep(3600)
@@ -102,6 +105,8 @@ def install() -> None:
 
 def _note(group: Any, backend: str | None) -> None:
     own = backend in (memory.LEDGER.backend, "fake")  # torch's fake one sends nothing, from a card here
+    if not own and isinstance(group, dist.ProcessGroup):
+        _of_nccl.discard(group.group_name)  # another one's, from before torch counted anew
     if own and isinstance(group, dist.ProcessGroup):
         _of_nccl.add(group.group_name)
         try:
