@@ -28,7 +28,7 @@ demo: ## run the main job: the same picture from one rank and from several
 play: ## start ComfyUI with this pack and a small model that draws digits, to click around in
 	@$(SETUP) && "$$CP_PYTHON" .ci/play.py
 
-train-demo: ## train the model that draws digits anew, from nothing (18 minutes on two idle cores; TRAIN_ARGS="--minutes 18")
+train-demo: ## train the model that draws digits anew, from nothing (46 minutes on two idle cores without instructions for bfloat16; TRAIN_ARGS="--steps 2400")
 	@$(SETUP) && "$$CP_PYTHON" benchmarks/digits/train.py $(TRAIN_ARGS)
 
 pictures: ## take every picture of documents, help and templates anew, and the README's clip (10 minutes on two idle cores)

@@ -202,10 +202,14 @@ def child():
     process.wait()
 
 
+@pytest.mark.parametrize("told", [0, 2])
 @pytest.mark.parametrize("reaped", [True, False])
-def test_a_rank_that_ends_ends_the_wait_for_it(child, reaped):
-    _, two = made(pids=[child.pid, os.getpid()])
+def test_a_rank_that_ends_ends_the_wait_for_it(child, reaped, told):
+    """Before its message, or in the middle of it."""
+    one, two = made(pids=[child.pid, os.getpid()])
     work, _ = coming(two, 0, 3 * PIECE)
+    for _ in range(told):
+        one._signals.post(one.segments[0].ready[1])  # a piece, and not the others
     child.kill()
     if reaped:
         child.wait()
