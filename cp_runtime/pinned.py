@@ -22,7 +22,7 @@ class PinnableMemory(mmap.mmap):
     def pin(self) -> int:
         """Pin it, once; return CUDA's error, 0 = none."""
         if self.error is None:
-            self._address = ctypes.addressof(ctypes.c_char.from_buffer(self))
+            self._address, self._device = ctypes.addressof(ctypes.c_char.from_buffer(self)), torch.cuda.current_device()
             self.error = int(torch.cuda.cudart().cudaHostRegister(self._address, len(self), PORTABLE))
             if self.error:
                 with contextlib.suppress(RuntimeError):  # CUDA keeps its last error, which the next kernel raises
@@ -31,7 +31,7 @@ class PinnableMemory(mmap.mmap):
 
     def __del__(self) -> None:
         if self.error == 0:
-            torch.cuda.synchronize()  # a copy from here may be in flight
+            torch.cuda.synchronize(self._device)  # a copy from here may be in flight; a thread that collects has another device
             torch.cuda.cudart().cudaHostUnregister(self._address)
 
 

@@ -124,7 +124,11 @@ class WorkerPool:
                     self.alive = True
                 except BaseException as error:
                     self.kill()
-                    why = connect_failure(error) if isinstance(error, PoolError) and self.stage == CONNECTING else ""
+                    why = ""
+                    if isinstance(error, PoolError) and self.stage == CONNECTING and not self._aborted:
+                        why = connect_failure(error)
+                        if self.fallback.comparing:  # what nobody needs ends no start
+                            why = why or str(error).partition("\n")[0]
                     if not (why and self.fallback.next(why)):
                         raise
                     self._open()
@@ -157,13 +161,14 @@ class WorkerPool:
             self.fallback.comparing = True
             self._send(Compare())
             compared = all_of(Compared, ended("compare", CONNECTING, min(COMPARING, self._connect_timeout)))[0]
-            self.fallback.comparing = False
+            self.fallback.comparing = compared.speed > FASTER  # and while they first use it
             if compared.speed > FASTER:
                 backend = "gloo"
                 self.chosen = f"exchanges through shared memory are {compared.speed:.1f} × as fast as over {way}"
                 log.info("%s", self.chosen)
         self._send(Measure())
         ready = all_of(Ready, ended("measure"))
+        self.fallback.comparing = False
         self.backend, self.measured, self.device_names = backend, ready[0].measured, [each.name for each in ready]
         self.shares = reduced(self.config.shares or self.measured.shares)
         devices = [f"{device} ({name})" for device, name in zip(self.config.devices, self.device_names, strict=True)]

@@ -100,6 +100,7 @@ def test_ranks_share_memory_where_that_is_faster_than_nccl_through_the_host(far_
         assert {pool.chosen} <= {record.getMessage() for record in caplog.records}
 
 
+@pytest.mark.soak
 def test_nccl_stays_where_ranks_cannot_share_memory(far_apart, caplog):
     """As much as an exchange takes: a limit of a container, or here one of files."""
     pool = make_pool(on="cuda")
@@ -116,6 +117,22 @@ def test_nccl_stays_where_ranks_cannot_share_memory(far_apart, caplog):
         pool.kill()
     told = r"ranks did not exchange through shared memory \(DistBackendError: messages through shared memory: .*File too large"
     assert len(re.findall(told, caplog.text)) == 1
+
+
+def test_nccl_comes_back_where_shared_memory_fails_after_it_was_faster(far_apart, caplog):
+    pool = make_pool(on="cuda")
+
+    def kill() -> bool:
+        if pool.chosen:
+            pool.processes[1].kill()
+        return False
+
+    pool.start(kill)
+    try:
+        assert (pool.backend, pool.chosen, pool.fallback.reason) == ("nccl", "", "")
+    finally:
+        pool.kill()
+    assert "ranks did not exchange through shared memory (" in caplog.text
 
 
 def test_nccl_that_was_asked_for_is_not_replaced(machine, caplog):

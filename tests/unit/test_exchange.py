@@ -4,6 +4,7 @@ import gc
 import mmap
 import os
 import random
+import resource
 import subprocess
 import sys
 import time
@@ -227,6 +228,48 @@ def test_what_a_rank_sent_before_its_end_arrives(child):
     child.wait()
     work.wait()
     assert torch.equal(target, numbers(3 * PIECE))
+
+
+def test_what_a_rank_sends_last_is_taken_though_it_has_ended(child, monkeypatch):
+    one, two = made(pids=[child.pid, os.getpid()])
+    work, target = coming(two, 0, 3)
+    child.kill()
+    child.wait()
+
+    def sleep(*_):
+        send(one, 1, numbers(3))  # between the end of this sleep and a look at the process
+        return False
+
+    monkeypatch.setattr(two._signals._system, "sleep", sleep, raising=False)
+    work.wait()
+    assert torch.equal(target, numbers(3))
+
+
+def test_nothing_is_sent_where_there_is_no_room_for_all():
+    """Else the next call would take it for its own."""
+    one, two = made()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            one.messages((), [(1, numbers(3)), (1, numbers(2 << 20))])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    work, target = coming(two, 0, 3)
+    send(one, 1, numbers(3, 10))
+    work.wait()
+    assert torch.equal(target, numbers(3, 10))
+
+
+def test_what_is_empty_is_no_message():
+    one, two = made()
+    nothing, _ = coming(two, 0, 0)
+    work, target = coming(two, 0, 3)
+    for tensor in (numbers(0), numbers(3)):
+        send(one, 1, tensor)
+    nothing.wait()
+    work.wait()
+    assert torch.equal(target, numbers(3))
 
 
 def test_a_wait_ends_with_the_timeout_and_takes_no_core():

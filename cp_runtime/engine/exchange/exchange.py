@@ -173,16 +173,23 @@ class Exchange:
             own.shrink()
 
     def messages(self, arriving: Iterable[tuple[int, Tensor]], leaving: Iterable[tuple[int, Tensor]]) -> Received:
-        """Send tensors to ranks, and receive others from ranks. All are bytes, of the CPU or of one device."""
-        arriving, leaving = list(arriving), list(leaving)
+        """Send tensors to ranks, and receive others from ranks. All are bytes, of the CPU or of one device.
+
+        Raises OSError: the system has no more memory. Then nothing has been sent."""
+        arriving, leaving = ([each for each in some if each[1].numel()] for some in (arriving, leaving))
         copies = next((copies_of(tensor.device) for _, tensor in (*arriving, *leaving)), AT_ONCE)
         self._is_pinned |= copies is not AT_ONCE
         after = sent = copies.mark()
         receivers: dict[tuple[int, int], tuple[Tensor, list[int]]] = {}
         for rank, tensor in leaving:
             receivers.setdefault((tensor.data_ptr(), tensor.numel()), (tensor, []))[1].append(rank)
-        for tensor, ranks in receivers.values():
-            slot = self._take(tensor.numel())
+        slots = list[Slot]()
+        try:
+            slots += (self._take(tensor.numel()) for tensor, _ in receivers.values())
+        except OSError:
+            self._free += slots
+            raise
+        for slot, (tensor, ranks) in zip(slots, receivers.values(), strict=True):
             sent = self._send(slot, slot.at, tensor.numel(), ranks, tensor, copies, after)  # all are in one stream
         return Received([(self._expect(rank, tensor.numel()), tensor) for rank, tensor in arriving], copies, after, sent)
 

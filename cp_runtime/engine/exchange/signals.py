@@ -32,7 +32,9 @@ class Signals:
             system.give_way()  # where ranks are more than cores, the other one may need this core
         began = time.monotonic()
         while not self._system.sleep(semaphore, LOOK):
-            if other.has_ended and not self.try_take(semaphore):
+            if other.has_ended:
+                if self.try_take(semaphore):  # the last that it did
+                    return
                 raise OtherEnded
             if time.monotonic() - began > timeout:
                 raise TookTooLong
