@@ -72,9 +72,9 @@ def train(rank: int, ranks: int, meeting: str, steps: int, out: Path) -> None:
     distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks)
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    dtypes = [None] * ranks
-    distributed.all_gather_object(dtypes, faster_dtype())
-    dtype: torch.dtype = dtypes[0]  # the first one's decides for all
+    chosen = [faster_dtype()]
+    distributed.broadcast_object_list(chosen)  # the first one's decides for all
+    dtype = chosen[0]
     weights, model = network.Network(), network.Network().to(dtype)
     torch.manual_seed(1 + rank)
     tokens, labels = data.tokens(), data.of_model()[1]
@@ -128,7 +128,7 @@ def train(rank: int, ranks: int, meeting: str, steps: int, out: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=2400)
+    parser.add_argument("--steps", type=int, default=2400, help="fewer draw less legibly")
     parser.add_argument("--out", type=Path, default=HERE, help="folder for digits.safetensors; a later state replaces it")
     parser.add_argument("--processes", type=int, default=min(2, len(os.sched_getaffinity(0))), help="a core each")
     options = parser.parse_args()

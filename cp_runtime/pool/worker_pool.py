@@ -160,11 +160,11 @@ class WorkerPool:
         if self.peer_to_peer is False and self.fallback.may_compare and self._others is None:
             self.fallback.comparing = True
             self._send(Compare())
-            compared = all_of(Compared, ended("compare", CONNECTING, min(COMPARING, self._connect_timeout)))[0]
-            self.fallback.comparing = compared.speed > FASTER  # and while they first use it
-            if compared.speed > FASTER:
+            speed = all_of(Compared, ended("compare", CONNECTING, min(COMPARING, self._connect_timeout)))[0].speed
+            self.fallback.comparing = speed > FASTER  # and while they first use it
+            if self.fallback.comparing:
                 backend = "gloo"
-                self.chosen = f"exchanges through shared memory are {compared.speed:.1f} × as fast as over {way}"
+                self.chosen = f"exchanges through shared memory are {speed:.1f} × as fast as over {way}"
                 log.info("%s", self.chosen)
         self._send(Measure())
         ready = all_of(Ready, ended("measure"))

@@ -104,10 +104,10 @@ def install() -> None:
 
 
 def _note(group: Any, backend: str | None) -> None:
-    own = backend in (memory.LEDGER.backend, "fake")  # torch's fake one sends nothing, from a card here
-    if not own and isinstance(group, dist.ProcessGroup):
-        _of_nccl.discard(group.group_name)  # another one's, from before torch counted anew
-    if own and isinstance(group, dist.ProcessGroup):
+    if not isinstance(group, dist.ProcessGroup):  # this rank is not in it
+        return
+    _of_nccl.discard(group.group_name)  # another one's, from before torch counted anew
+    if backend in (memory.LEDGER.backend, "fake"):  # torch's fake one sends nothing, from a card here
         _of_nccl.add(group.group_name)
         try:
             memory.LEDGER.touch(memory.LEDGER.module.current_device(), memory.GROUP)
