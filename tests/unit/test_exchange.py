@@ -119,6 +119,30 @@ def test_messages_may_be_waited_for_in_any_order_or_never(order):
     assert one.segments[0].size - one.segments[0].begin <= 6 * 4096
 
 
+def test_what_is_thrown_away_in_the_middle_of_another_release_is_released_by_the_next_message():
+    """As the garbage collector may, in any thread: it takes no lock, and counts nothing."""
+    one, other = made()
+    for begin in (0, PIECE):
+        send(one, 1, numbers(PIECE, begin))
+    other.space(2 * PIECE, torch.uint8)
+    thrown = [coming(other, 0, PIECE)[0], other.parts(numbers(2 * PIECE), [PIECE, PIECE], [PIECE, PIECE])]
+    with other._lock:
+        thrown.clear()  # else this never ends
+        gc.collect()
+    before = one.segments[0].size
+    for _ in range(3):
+        send(one, 1, numbers(PIECE))
+        work, target = coming(other, 0, PIECE)
+        work.wait()
+        assert torch.equal(target, numbers(PIECE))
+    one.trim()
+    assert one.segments[0].size == one.segments[0].begin < before
+    work, target = coming(one, 1, PIECE)
+    work.wait()
+    other.trim()
+    assert other.segments[1].size == other.segments[1].begin
+
+
 def test_parts_are_read_where_they_lie():
     """This rank's own part among them; empty ones are left out. None is overwritten before its release."""
     ranks = made(3)

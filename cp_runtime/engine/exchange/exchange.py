@@ -11,7 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -45,7 +45,7 @@ class Slot:
 
 
 class Arrival:
-    """A message from another rank, of a known size. One that is thrown away counts as read."""
+    """A message from another rank, of a known size."""
 
     __slots__ = ("_exchange", "at", "is_read", "missing", "nbytes", "number", "source")
 
@@ -88,8 +88,11 @@ class Received:
         sent: event behind the copies of what is sent, which may change afterwards.
     """
 
-    def __init__(self, arrivals: Sequence[tuple[Arrival, Tensor]], copies: Copies, after: Any, sent: Any) -> None:
-        self._arrivals, self._copies, self._after, self._sent = arrivals, copies, after, sent
+    def __init__(
+        self, exchange: Exchange, arrivals: Sequence[tuple[Arrival, Tensor]], copies: Copies, after: Any, sent: Any
+    ) -> None:
+        self._exchange, self._arrivals = exchange, arrivals
+        self._copies, self._after, self._sent = copies, after, sent
 
     def wait(self) -> None:
         for arrival, tensor in self._arrivals:
@@ -97,9 +100,15 @@ class Received:
         self._copies.wait_for(self._sent)
         self._arrivals = ()
 
-    def __del__(self) -> None:
+    def release(self) -> None:
+        """Give the memory of what was not waited for back to its senders."""
         for arrival, _ in self._arrivals:
             arrival.release()
+        self._arrivals = ()
+
+    def __del__(self) -> None:
+        if self._arrivals:
+            self._exchange.thrown_away.append(self.release)
 
 
 class Parts:
@@ -127,7 +136,9 @@ class Parts:
             self._exchange.has_read(self._slot)
         self._arrivals, self._slot = (), None
 
-    __del__ = release
+    def __del__(self) -> None:
+        if self._arrivals or self._slot is not None:
+            self._exchange.thrown_away.append(self.release)
 
 
 class Exchange:
@@ -138,6 +149,10 @@ class Exchange:
         segments: of all ranks.
         processes: of all ranks.
         timeout: seconds to wait for a message.
+
+    Attributes:
+        thrown_away: what releases messages that nobody waits for any more. Python throws away in any thread, and in the middle of
+            anything; the next message runs these.
     """
 
     def __init__(
@@ -150,6 +165,7 @@ class Exchange:
         self._due = [deque[Arrival]() for _ in segments]  # of which pieces are missing, by sender
         self._unread = [deque[Arrival]() for _ in segments]
         self._numbers = [[0, 0] for _ in segments]  # messages to and from a rank
+        self.thrown_away = deque[Callable[[], None]]()
         self._lock = Lock()  # a thread tells what a device has copied
         self._is_pinned = False
 
@@ -191,7 +207,7 @@ class Exchange:
             raise
         for slot, (tensor, ranks) in zip(slots, receivers.values(), strict=True):
             sent = self._send(slot, slot.at, tensor.numel(), ranks, tensor, copies, after)  # all are in one stream
-        return Received([(self._expect(rank, tensor.numel()), tensor) for rank, tensor in arriving], copies, after, sent)
+        return Received(self, [(self._expect(rank, tensor.numel()), tensor) for rank, tensor in arriving], copies, after, sent)
 
     def parts(self, made: Tensor, sent: Sequence[int], arriving: Sequence[int]) -> Parts:
         """Send parts of what was made in `space` to all ranks, and receive parts from all. `sent`, `arriving`: bytes."""
@@ -244,6 +260,7 @@ class Exchange:
                 self._signals.post(self.segments[source].read[self.rank])
 
     def _expect(self, source: int, nbytes: int) -> Arrival:
+        self._release_thrown_away()
         numbers = self._numbers[source]
         arrival = Arrival(self, source, nbytes, numbers[1])
         numbers[1] += 1
@@ -295,11 +312,16 @@ class Exchange:
         return Slot(*self.segments[self.rank].grow(nbytes))
 
     def _find_read(self) -> None:
-        """Note what receivers have read."""
+        """Note what receivers have read, and this rank no longer wants to."""
+        self._release_thrown_away()
         own = self.segments[self.rank]
         for rank, sent in enumerate(self._sent):
             while sent and self._signals.try_take(own.read[rank]):
                 self.has_read(sent.popleft())
+
+    def _release_thrown_away(self) -> None:
+        while self.thrown_away:
+            self.thrown_away.popleft()()
 
     def _drop_unsent(self) -> None:
         if self._open is not None and not self._open.readers:
