@@ -24,6 +24,9 @@ def unit_of(device_type: str) -> str:
     return {"cuda": "gpu", "xpu": "gpu", "cpu": "process"}.get(device_type, "device")
 
 
+BY_HEAD = 1.25
+"""Factor by which processes may be faster than their number: what they exchange, they lay out as CPU kernels read it fastest."""
+
 OBSTACLES = ("sizes", "failed", "memory", "cancelled", "staged")
 """Reasons why a run is not compared: keys of their texts."""
 NOT_MEASURED = "not_measured"
@@ -214,7 +217,7 @@ class Speed:
     @property
     def possible(self) -> Sequence[float]:
         """The measurements on one device whose speed-up there can be, as far as the figure shown tells."""
-        most = self.limit or self.ranks
+        most = (self.limit or self.ranks) * (BY_HEAD if self.unit == "process" else 1)
         return [each for each in self.alone if not self.per_call or round(each / self.per_call, 1) <= round(most, 1)]
 
     @property

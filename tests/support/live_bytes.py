@@ -17,6 +17,8 @@ from torch.utils._pytree import tree_leaves
 class LiveBytes(TorchDispatchMode):
     """Bytes of all storages that operators returned and that still live. torch keeps no such statistics for host memory.
 
+    Memory that is not torch's counts once it is written to: what is only looked at may be another process', which shares it.
+
     Args:
         before: tensors whose memory does not count.
     """
@@ -28,9 +30,12 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        looks = any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
-                self._add((leaf.elem if isinstance(leaf, AsyncCollectiveTensor) else leaf).untyped_storage())
+                storage = (leaf.elem if isinstance(leaf, AsyncCollectiveTensor) else leaf).untyped_storage()
+                if storage.resizable() or not looks:
+                    self._add(storage)
         return out
 
     def _add(self, storage: torch.UntypedStorage) -> None:

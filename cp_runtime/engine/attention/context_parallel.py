@@ -25,7 +25,7 @@ Shape suffixes: B batch, L tokens of this rank, H query heads, K key/value heads
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -225,7 +225,8 @@ def _over_chunks(
     if with_lse is None:
         if ring.size > 1:
             keys = [eight_bits.encode(t) if coded else t for t in (k_BKCD, v_BKCD)]
-            k_BKCD, v_BKCD = (eight_bits.decode(t, q_BHCD.dtype) if coded else t for t in ring.all_gather(keys, lengths, 2))
+            values, keys = _head_by_head(ring.all_gather(keys, lengths, 2))
+            k_BKCD, v_BKCD = (eight_bits.decode(t, q_BHCD.dtype) if coded else t for t in (keys, values))
         return plain(q_BHCD, k_BKCD, v_BKCD, mask) if q_BHCD.shape[2] else q_BHCD
 
     def attend(q: Tensor, k: Tensor, v: Tensor, index: int) -> tuple[Tensor, Tensor]:
@@ -234,6 +235,13 @@ def _over_chunks(
     return rotate(
         q_BHCD, k_BKCD, v_BKCD, group=ring, lengths=lengths, attend=attend, convert_to_fp32=config.convert_to_fp32, coded=coded
     )
+
+
+def _head_by_head(tensors: list[Tensor]) -> Iterator[Tensor]:
+    """Lay the tokens of each head side by side on a CPU, whose kernels read those faster. From the last tensor on, freeing each."""
+    while tensors:
+        tensor = tensors.pop()
+        yield tensor.contiguous() if tensor.is_cpu else tensor
 
 
 def _held(out_BLHD: Tensor, mesh: SequenceMesh, layout: JointLayout, owned: Tensor | None) -> Tensor:

@@ -79,7 +79,7 @@ def rotate(
     with contextlib.closing(_around(group, own, [2 * B * K * D * length for length in lengths])) as chunks:
         for step, packed in enumerate(chunks):
             chunk = (group.rank - step) % group.size
-            if step:
+            if step or not coded:  # packed, the tokens of each head lie side by side, which CPU kernels read faster
                 arrived = packed.view(2, B, K, lengths[chunk], D)
                 k_BKCD, v_BKCD = decode(arrived, q_BHLD.dtype) if coded else arrived
             if q_BHLD.shape[2] and lengths[chunk]:

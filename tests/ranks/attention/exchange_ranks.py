@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from support.ranks import finish, of_all, report, start
 
-from cp_runtime.engine.attention.context_parallel import context_parallel_attention
+from cp_runtime.engine.attention import context_parallel
 from cp_runtime.engine.exchange import exchange
 from cp_runtime.engine.ranks.config import ContextParallelConfig
 from cp_runtime.engine.ranks.mesh import Groups, SequenceMesh
@@ -16,7 +16,8 @@ torch.set_grad_enabled(False)
 connect, home = exchange.connect, system.home
 
 LENGTHS = [(64,), (5, 13), (3,)]  # even, uneven, too few for all
-HEADS = 6  # of which ranks get different numbers
+HEADS, HEAD_DIM = 6, 16  # ranks get different numbers of heads
+strides = set()  # of keys and values in an attention
 
 
 def mesh_of(connect=connect, home=home):
@@ -40,26 +41,40 @@ meshes = {
 }
 
 
+def noted(attention):
+    def note(q, k, v, *more, **options):
+        strides.update(tensor.stride()[2:] for tensor in (k, v))
+        return attention(q, k, v, *more, **options)
+
+    return note
+
+
+own_sdpa, context_parallel.attend_with_lse = context_parallel.sdpa, noted(context_parallel.attend_with_lse)
+context_parallel.sdpa = lambda *options: noted(own_sdpa(*options))
+
+
 def attend(mesh, ring, ulysses, method, lengths, shares=()):
     layout = JointLayout(lengths, world)
     config = ContextParallelConfig(
         ring_degree=ring, ulysses_degree=ulysses, rotate_method=method, ulysses_anything=True, ring_anything=True, ulysses_rounds=2
     )
-    q, k, v = torch.randn(3, 2, sum(lengths), HEADS, 16, generator=torch.Generator().manual_seed(0))
+    q, k, v = torch.randn(3, 2, sum(lengths), HEADS, HEAD_DIM, generator=torch.Generator().manual_seed(0))
     local = [layout.take_local(tensor, rank, 1) for tensor in (q, k, v)]
     mesh.stats.reset()
-    out = context_parallel_attention(*local, mesh=mesh, config=config, q_layout=layout)
+    out = context_parallel.context_parallel_attention(*local, mesh=mesh, config=config, q_layout=layout)
     sent = of_all(dict(mesh.stats.bytes))  # over sockets, a ring passes on what others have sent
     total = {kind: sum(each[kind] for each in sent) for kind in sent[0]}
     return out, total, dict(mesh.stats.counts), mesh.stats.pending
 
 
-wrong = []
+wrong, by_head = [], []
 for lengths in LENGTHS:
     for degrees in ((4, 1, "alltoall"), (4, 1, "allgather"), (2, 2, "alltoall"), (2, 2, "allgather"), (1, 4, "alltoall")):
         expected, *counted = attend(meshes["sockets"], *degrees, lengths)
         for name, mesh in meshes.items():
+            strides.clear()
             out, *figures = attend(mesh, *degrees, lengths)
+            by_head += [strides <= {(HEAD_DIM, 1)}] if name == "shared" else []
             wrong += [] if torch.equal(out, expected) and figures == counted else [(name, lengths, degrees, figures, counted)]
 
 sizes, sent = [], 0
@@ -76,5 +91,6 @@ def kinds(mesh):
 
 
 used = {name: kinds(mesh) for name, mesh in meshes.items()}
-report(wrong=[each for ranks in of_all(wrong) for each in ranks], grew=of_all(sizes[-1] - sizes[2]), sent=sent, used=of_all(used))
+wrong = [each for ranks in of_all(wrong) for each in ranks]
+report(wrong=wrong, by_head=of_all(by_head), grew=of_all(sizes[-1] - sizes[2]), sent=sent, used=of_all(used))
 finish()

@@ -19,6 +19,11 @@ def test_bits_and_figures_are_those_over_sockets(ranks):
     assert ranks["wrong"] == []
 
 
+def test_cpu_kernels_read_the_tokens_of_each_head_side_by_side(ranks):
+    """In the ring this rank's own as well; that is up to 1.5 times as fast as tokens of all heads."""
+    assert [all(each) for each in ranks["by_head"]] == [True] * 4
+
+
 def test_an_axis_uses_it_if_its_ranks_are_on_one_computer(ranks):
     """Two ranks on each of two computers: Ulysses within, the ring between them."""
     for used in ranks["used"]:
