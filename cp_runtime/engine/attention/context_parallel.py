@@ -224,9 +224,9 @@ def _over_chunks(
     lengths, coded = [span.stop - span.start for span in spans], config.exchange == EIGHT_BIT
     if with_lse is None:
         if ring.size > 1:
-            keys = [eight_bits.encode(t) if coded else t for t in (k_BKCD, v_BKCD)]
-            values, keys = _head_by_head(ring.all_gather(keys, lengths, 2))
-            k_BKCD, v_BKCD = (eight_bits.decode(t, q_BHCD.dtype) if coded else t for t in (keys, values))
+            own = [eight_bits.encode(t) if coded else t for t in (v_BKCD, k_BKCD)]
+            arrived = _head_by_head(ring.all_gather(own, lengths, 2))
+            k_BKCD, v_BKCD = (eight_bits.decode(t, q_BHCD.dtype) if coded else t for t in arrived)
         return plain(q_BHCD, k_BKCD, v_BKCD, mask) if q_BHCD.shape[2] else q_BHCD
 
     def attend(q: Tensor, k: Tensor, v: Tensor, index: int) -> tuple[Tensor, Tensor]:
