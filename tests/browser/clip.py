@@ -13,7 +13,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -31,8 +30,8 @@ COMMAND = "ContextParallel.UseAllGPUs"
 SIDE = {"width": 560, "height": 640}  # of the window
 TEXTS = ("31415926", "27182818", "16180339", "14142135")
 SEED_SHOWN = 100
-PATIENT = 10  # niceness of the browser, which gets a tenth of a core that a rank wants
-INTERVAL = 0.5  # seconds between pictures
+PATIENT = 19  # niceness of browser and recorder: they get a seventieth of a core that a rank wants
+INTERVAL = 0.8  # seconds between pictures
 LAST = 3.0  # seconds for which the end is shown
 WIDTH, HEADER, GAP = 420, 54, 12  # pixels of a side in the clip
 INK, PAPER, DONE = "#e5e7eb", "#111827", "#4ade80"
@@ -50,9 +49,11 @@ LAYOUT = """() => {
     [app.canvas.ds.offset[0], app.canvas.ds.offset[1]] = [75, 60];
     app.canvas.setDirty(true, true);
 }"""
-SEED = (
-    "seed => { app.graph.nodes.find(node => node.type === 'KSampler').widgets.find(({ name }) => name === 'seed').value = seed; }"
-)
+SEED = """seed => {
+    const { widgets } = app.graph.nodes.find(node => node.type === "KSampler");
+    for (const [named, value] of [["seed", seed], ["control_after_generate", "fixed"]])
+        widgets.find(({ name }) => name === named).value = value;
+}"""
 
 
 def run(page: Page, seed: int) -> list[tuple[float, Image.Image]]:
@@ -135,11 +136,9 @@ def main() -> None:
             if not line:
                 sys.exit(f"make play ended with status {process.wait(30)}")
             said += line
-        with sync_playwright() as playwright, tempfile.TemporaryDirectory() as folder:
-            patient = Path(folder, "chromium")
-            patient.write_text(f'#!/bin/sh\nexec nice -n {PATIENT} "{CHROMIUM}" "$@"\n')
-            patient.chmod(0o755)
-            browser = playwright.chromium.launch(executable_path=patient, args=ARGUMENTS)
+        os.nice(PATIENT)
+        with sync_playwright() as playwright:
+            browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
             page = browser.new_page(viewport=SIDE)
             page.set_default_timeout(180_000)
             page.goto(link[0])
