@@ -159,7 +159,7 @@ def main() -> None:
                 (out / run.file.name).write_bytes(run.file.read_bytes())
             (out / "server.log").write_text(server.log_text())
     print(f"\n1 rank:  {one.seconds:.2f} s per step\n{options.ranks} ranks: {many.seconds:.2f} s per step")
-    print(f"ratio: {one.seconds / many.seconds:.2f} ({options.ranks} is the limit)")
+    print(f"ratio: {one.seconds / many.seconds:.2f} ({options.ranks} times the cores)")
     if said := disturbance({1: one.others, options.ranks: many.others}, len(os.sched_getaffinity(0))):
         print(said)
     difference = (one.latent - many.latent).abs().max()
