@@ -124,9 +124,9 @@ def page(browser: Browser, link: str) -> Iterator[Page]:
 def run(page: Page, kind: str, says: str = SPEED) -> None:
     """Press Run, and read on the node what it says of its speed."""
     page.get_by_test_id("queue-button").first.click()
-    said = f"kind => ({SAID})(app.graph.nodes.find(node => node.type === kind))"
+    said = f"({SAID})(app.graph.nodes.find(node => node.type === kind))"
     try:
-        page.wait_for_function(f"([kind, speed]) => new RegExp(speed).test(({said})(kind))", arg=[kind, says], timeout=PATIENCE)
+        page.wait_for_function(f"([kind, speed]) => new RegExp(speed).test({said})", arg=[kind, says], timeout=PATIENCE)
     except PlaywrightTimeout:
         seen = page.evaluate(f"app.graph.nodes.map(node => [node.type, ({SAID})(node)])"), page.evaluate(ENDED)
         raise AssertionError(f"{kind} does not say {says!r}. Said, and the last prompts: {seen}") from None

@@ -153,6 +153,8 @@ def test_what_cannot_be_measured_says_why_until_another_kind_runs(journal):
         (Speed(ranks=1, per_call=1.0, alone=[1.0]), "on one device"),
         (Speed(ranks=2, per_call=None, alone=[1.0]), "known after two calls"),
         (Speed(ranks=2, per_call=None), "not compared with one device yet"),
+        (Speed(ranks=2, per_call=1.0, alone=[2.004], unit="process"), "2.0 × as fast as one process"),
+        (Speed(ranks=2, per_call=1.0, alone=[2.004], unit="gpu"), "2.0 × as fast as one GPU"),
         (Speed(ranks=2, per_call=1.0, alone=[2.2], unit="process"), "2.2 × as fast as one process"),  # its attention is slower
         (
             Speed(ranks=2, per_call=1.0, alone=[2.2], unit="gpu"),

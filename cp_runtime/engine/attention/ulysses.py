@@ -84,6 +84,7 @@ class Form(NamedTuple):
     """Layout of tensors of some shapes in the buffers of an exchange. It holds only numbers: all blocks of a model share it."""
 
     widths: tuple[int, ...]  # heads per unit of every tensor
+    counts: tuple[int, ...]  # heads of every tensor on this rank
     elements: tuple[int, int]  # of this rank's tokens with all heads, and of all tokens with this rank's heads
     by_rank: tuple[int, ...]  # bytes of the former for every rank that has the heads
     by_token: tuple[int, ...]  # bytes of the latter for every rank that has the tokens
@@ -113,9 +114,10 @@ def form(
         strides = tuple(math.prod(shape[place + 1 :]) for place in range(5))
         blocks.append((run, (shape, strides, start)))
         start += math.prod(shape)
-    counts, strides, unit = [own * each for each in widths], (own * width * D, D, B * own * width * D, 1), B * width * D
+    counts, strides, unit = tuple(own * each for each in widths), (own * width * D, D, B * own * width * D, 1), B * width * D
     return Form(
         widths,
+        counts,
         elements=(start, C * unit * own),
         by_rank=tuple(L * unit * units * itemsize for units in sizes),
         by_token=tuple(length * unit * own * itemsize for length in lengths),
@@ -155,7 +157,7 @@ class HeadExchange:
         """
         first, heads = tensors[0], tuple([tensor.shape[2] for tensor in tensors])
         B, _, _, D = first.shape
-        widths, elements, by_rank, by_token, blocks, views = form(
+        widths, counts, elements, by_rank, by_token, blocks, views = form(
             self._dealt, self._group.rank, heads, lengths, B, D, first.element_size()
         )
         shared = self._group.shared if first.is_cpu else None
@@ -169,7 +171,6 @@ class HeadExchange:
 
             def join() -> list[Tensor]:
                 # The tokens of each head side by side: CPU kernels read those faster.
-                counts = [shape[1] for shape, _, _ in views]
                 whole = send.new_empty(B, sum(counts), sum(lengths), D)
                 places = [place.permute(2, 0, 1, 3) for place in whole.split(lengths, 2) if place.numel()]
                 for place, part in zip(places, parts.read(), strict=True):
@@ -195,7 +196,7 @@ class HeadExchange:
         """
         B, _, _, D = out_BHCD.shape
         heads = (heads_per_unit * self._dealt[0],)
-        _, elements, by_rank, by_token, blocks, _ = form(
+        _, _, elements, by_rank, by_token, blocks, _ = form(
             self._dealt, self._group.rank, heads, lengths, B, D, out_BHCD.element_size()
         )
         out_CBHD = out_BHCD.permute(2, 0, 1, 3)
