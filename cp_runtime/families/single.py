@@ -3,6 +3,9 @@
 In some of these the stream is image and text together; in the others the text is outside of it, with cross-attention.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 from ..engine.plan import ModulePlan
 from ..engine.transforms import TokenRanges
 from .family import FamilyPlan, gathered, side, tokens
@@ -59,6 +62,14 @@ KANDINSKY5 = FamilyPlan(
     # The output layer takes frames, rows and columns.
     outputs={"visual_transformer_blocks.-1": gathered("visual")},
 )
+
+
+def _is_one_pair(items: int, options: Mapping[str, Any]) -> bool:
+    """Return whether a call consists of the two halves of CFG of a single latent."""
+    kinds = options.get("cond_or_uncond", ())
+    return items == len(kinds) == len(set(kinds)) == 2
+
+
 HUNYUAN_3D_21 = FamilyPlan(
     family="Hunyuan3D 2.1",
     model_class="comfy.ldm.hunyuan3dv2_1.hunyuandit.HunYuanDiTPlain",
@@ -66,8 +77,9 @@ HUNYUAN_3D_21 = FamilyPlan(
     # Behind it the final layer drops the first token, which carries the timestep.
     outputs={"final_layer.norm_final": gathered("shape")},
     attention_names=("comfy.ldm.hunyuan3dv2_1.hunyuandit.optimized_attention",),
-    # It swaps the halves of the text and of its output: with CFG both have the same latent, so each depends on itself alone.
-    shares_batch=lambda arguments: len(set((arguments.get("transformer_options") or {}).get("cond_or_uncond", ()))) == 2,
+    # It swaps the halves of two or more texts, and of its output: an item that it computes alone is right only where the other half
+    # has the same latent. So a group may have one item, a CFG half, and none may have two.
+    shares_batch=lambda arguments: _is_one_pair(arguments["x"].shape[0], arguments.get("transformer_options") or {}),
 )
 TRANSFORMER = "diffusion_transformer.transformer"
 MINIMAX_MUSIC = FamilyPlan(

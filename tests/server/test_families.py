@@ -14,9 +14,10 @@ from support.node_graphs import SERVED, GraphCase, assert_stock
 
 from cp_runtime.families import PLANS
 
-# An odd number of ranks, both halves of CFG and a batch; tests/ranks has every case of the forward, at 2 ranks or at 3.
-WORLD = 3
-GUIDED = {"cfg": 4.0, "batch": 2}
+# Both halves of CFG and a batch: two groups get two items each, and share their tokens. tests/ranks has every case of the forward,
+# at 2 ranks or at 3.
+WORLD, GROUPS = 4, 2
+GUIDED = {"cfg": 3.0, "batch": 2}
 
 
 def test_every_family_is_served():
@@ -44,8 +45,7 @@ def test_latent_equals_the_stock_graph(served, server, family_checkpoints):
     _, entry, model = SERVED[served]
     plan, logged = PLANS[model.cls], len(server.log_text())
     case = GraphCase(served, settings={**GUIDED, "steps": 2, **({"batch": 1} if entry.single else {})}, matters=False)
-    # Without a batch axis, so that the sequence is what the ranks share.
-    report = assert_stock(server, case, {"world_size": WORLD, "batch_degree": 1 if plan.shares_sequence else 0}).report
+    report = assert_stock(server, case, {"world_size": WORLD, "batch_degree": GROUPS}).report
     assert (report["family"], report["world_size"]) == (plan.family, WORLD)
     assert report["communication"]["bytes"] > 0 or not plan.shares_sequence
     # The file must be the whole model.

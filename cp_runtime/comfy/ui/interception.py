@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ...comfyui import unrecorded
+from ...compat import hooks_of
 from ...controller.calls import ModelCall
 from ...errors import MirrorError, UnsupportedError
 from ...families import PLANS, class_name
@@ -28,7 +29,7 @@ from ..shared.forward import CONDITIONINGS
 from ..shared.modules import encode_module
 from ..shared.patches import applied_patches
 from ..shared.weights import PREFIX, model_dtype
-from .obstacles import check_call, check_own_forward, compile_of, options_for_ranks
+from .obstacles import check_call, check_own_forward, compile_of, computes_here, options_for_ranks
 from .options import SENDABLE, plain_options
 from .target import on_ranks
 
@@ -45,8 +46,8 @@ class Replacement:
 
     sends_to_workers = True
 
-    def __init__(self, owner: ContextParallelPatcher, model: nn.Module, method: str) -> None:
-        self.owner, self.base, self.model, self.method = ref(owner), ref(owner.model), model, method
+    def __init__(self, owner: ContextParallelPatcher, model: nn.Module, method: str, guard: ModuleGuard) -> None:
+        self.owner, self.base, self.model, self.method, self.guard = ref(owner), ref(owner.model), model, method, guard
         self.stock: Callable[..., Any] = getattr(type(model), method).__get__(model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -68,8 +69,8 @@ class Replacement:
 class WorkerForward(Replacement):
     """Replacement for the innermost forward: sends its calls to the workers."""
 
-    def __init__(self, owner: ContextParallelPatcher, model: nn.Module, method: str) -> None:
-        super().__init__(owner, model, method)
+    def __init__(self, owner: ContextParallelPatcher, model: nn.Module, method: str, guard: ModuleGuard) -> None:
+        super().__init__(owner, model, method, guard)
         self.signature = inspect.signature(self.stock)
         self.leading = tuple(self.signature.parameters)[:2]  # the latent and the timestep
         plan = PLANS.get(class_name(model))
@@ -161,6 +162,41 @@ class OnOneDevice:
         return self.wrapper(executor, *args, **kwargs)
 
 
+class ModuleGuard:
+    """Hook in front of every module below a transformer's root, while the weights are on the ranks: none of these modules may
+    compute here, where weights are as in the file, without patches.
+
+    It refuses whatever runs the model past the intercepted forward: a node that replaces the innermost forward for a call, or
+    calls blocks or embedders itself.
+    """
+
+    sends_to_workers = True
+
+    def __init__(self, owner: ContextParallelPatcher) -> None:
+        self.owner, self.base = ref(owner), ref(owner.model)
+        self.is_lifted = False
+
+    def __call__(self, module: nn.Module, _: Any) -> None:
+        base, owner = self.base(), self.owner()
+        if self.is_lifted or base is None or not on_ranks(base):
+            return
+        network = base.diffusion_model
+        path = next((path for path, each in network.named_modules() if each is module), type(module).__name__)
+        error = computes_here(path, type(network).__name__)
+        if owner is None:
+            raise MirrorError(str(error))
+        owner.refuse_call(error)  # or load the weights: the module goes on with them
+
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Let modules compute, while active: their weights are here."""
+        before, self.is_lifted = self.is_lifted, True
+        try:
+            yield
+        finally:
+            self.is_lifted = before
+
+
 class GuardedForward(Replacement):
     """Replacement that refuses a `forward` which may bypass the innermost method and would then run in this process."""
 
@@ -182,7 +218,7 @@ class LocalTexts(Replacement):
 
     def run(self, owner: ContextParallelPatcher, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         text = next(tensors([list(args), kwargs]), None)
-        with nullcontext() if text is None else weights_at(owner, self.model, text.device):
+        with self.guard.lifted(), nullcontext() if text is None else weights_at(owner, self.model, text.device):
             return self.stock(*args, **kwargs)
 
 
@@ -230,8 +266,12 @@ def intercept(owner: ContextParallelPatcher, model: nn.Module) -> None:
     if innermost == "_forward" and "forward" in own and "_forward" not in own:  # may bypass `_forward`
         replacements["forward"] = GuardedForward
     replacements |= {method: LocalTexts for method in TEXTS if hasattr(type(model), method)}
+    guard = ModuleGuard(owner)
     for method, replacement in replacements.items():
-        setattr(model, method, replacement(owner, model, method))
+        setattr(model, method, replacement(owner, model, method, guard))
+    for module in model.modules():
+        if module is not model:
+            module.register_forward_pre_hook(guard)
 
 
 def release(model: nn.Module) -> None:
@@ -239,3 +279,7 @@ def release(model: nn.Module) -> None:
     for method, installed in list(vars(model).items()):
         if isinstance(installed, Replacement):
             delattr(model, method)
+    for module in model.modules():
+        before, _ = hooks_of(module)
+        for number in [number for number, hook in before.items() if isinstance(hook, ModuleGuard)]:
+            del before[number]

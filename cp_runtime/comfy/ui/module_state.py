@@ -84,7 +84,7 @@ class ModuleState:
                 continue
             if type(module) is not noted.cls:
                 yield f"the class of {where}, now {type(module).__qualname__}"
-            if any(hooks_of(module)):
+            if has_foreign_hooks(module):
                 yield f"hooks of {where}"
             before, now = noted.children | noted.attributes, children_of(module) | _attributes(module)
             for name in {**before, **now}:
@@ -112,6 +112,11 @@ def change_of(network: nn.Module) -> str:
     if not isinstance(state, ModuleState):
         state = vars(network)[ATTRIBUTE] = ModuleState(network, weights=True)
     return state.change()
+
+
+def has_foreign_hooks(module: nn.Module) -> bool:
+    """Return whether other code than this pack's has put hooks on a module."""
+    return any(not getattr(hook, "sends_to_workers", False) for hooks in hooks_of(module) for hook in hooks.values())
 
 
 def _note(name: str, module: nn.Module) -> _Module:

@@ -15,7 +15,6 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 from comfy_api.torch_helpers.torch_compile import COMPILE_KEY, TORCH_COMPILE_KWARGS
 from torch import Tensor, nn
 
-from ...compat import hooks_of
 from ...engine.compiled import CompileSettings
 from ...errors import MirrorError, PlanError, UnsupportedError
 from ...families import PLANS, UNSTAGED, class_name, most_stages, plan_for
@@ -26,11 +25,11 @@ from ..shared.patches import applied_patches, encode_weight_patches
 from ..shared.weights import PREFIX
 from .attention import ChosenAttention, attention_of
 from .changed_code import Change, changes_in, changes_of
-from .module_state import change_of, state_of
+from .module_state import change_of, has_foreign_hooks, state_of
 from .options import compile_settings
 from .patches import PatchSet
 from .recipes import recipe_of
-from .sources import file_of, is_comfy, pack_of
+from .sources import file_of, is_comfy, pack_of, running_code
 from .target import notes_of
 
 _REMEDY = "Remove that node, or set on_unsupported of CP Config to 'single device'."
@@ -145,6 +144,11 @@ def check_own_forward(model: nn.Module) -> None:
     _check_forward_of(model, type(model).__name__)
 
 
+def computes_here(path: str, model: str) -> UnsupportedError:
+    """Build the refusal of a module that is about to compute in this process, where its weights are not."""
+    return UnsupportedError(f"{running_code()} computes with {path} of {model} past the forward that the workers run. {_REMEDY}")
+
+
 def check_code(model: nn.Module, patched: Collection[str] = (), made_by_pack: bool = False) -> None:
     """Refuse code of node packs in the modules of a model, or in the classes and functions that it computes with.
 
@@ -158,7 +162,7 @@ def check_code(model: nn.Module, patched: Collection[str] = (), made_by_pack: bo
         if PREFIX + name in patched:
             continue
         _check_forward_of(module, where, patched and [m for m in FORWARDS if f"{PREFIX}{name}.{m}" in patched])
-        if any(hooks_of(module)):
+        if has_foreign_hooks(module):
             raise UnsupportedError(f"a node put hooks on {where}. {_REMEDY}")
         if pack := packs.get(cls):
             raise UnsupportedError(f"the node pack {pack} put its {cls.__name__} in the place of {where}. {_REMEDY}")

@@ -11,7 +11,7 @@ import sysconfig
 from collections.abc import Iterator
 from importlib.machinery import SourceFileLoader
 from importlib.metadata import packages_distributions
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 import comfy
@@ -28,6 +28,7 @@ WRAPPED = (
     "_torchdynamo_orig_callable",
     "_orig_mod",
 )  # attributes with a wrapped function
+PACKAGE = __name__.partition(".comfy.")[0]
 LIBRARY_PATHS = ("stdlib", "platstdlib", "purelib", "platlib")
 
 
@@ -167,3 +168,18 @@ def pack_of(file: str) -> str:
         if file.startswith(os.path.join(folder, "")):
             return os.path.relpath(file, folder).split(os.sep)[0]
     return ""
+
+
+def running_code() -> str:
+    """Name the innermost code of a node pack that runs in this thread; without any, the innermost function of other code than
+    Python's, a package's or this one's."""
+    frame: FrameType | None = sys._getframe(1)
+    own, fallback = pack_of(os.path.abspath(__file__)), ""
+    while frame is not None:
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        if pack_of(file) not in ("", own):
+            return f"the node pack {pack_of(file)} ({name})"
+        if not (fallback or in_library(file) or frame.f_globals.get("__name__", "").startswith(PACKAGE)):
+            fallback = f"{os.path.basename(file)} ({name})"
+        frame = frame.f_back
+    return fallback or "a node"

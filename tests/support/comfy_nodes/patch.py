@@ -124,6 +124,50 @@ def _for_a_call(model: ModelPatcher) -> None:
     model.set_model_unet_function_wrapper(wrapper)
 
 
+def _innermost_for_a_call(model: ModelPatcher) -> None:
+    # As block caches do that copy the innermost forward: it is another one while the model is called.
+    transformer = model.model.diffusion_model
+    method = "_forward" if hasattr(type(transformer), "_forward") else "forward"
+    own = getattr(type(transformer), method)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return own(transformer, *args, **kwargs) * FACTOR
+
+    def wrapper(apply_model: Any, args: Any) -> Any:
+        with patch.object(transformer, method, forward):
+            return apply_model(args["input"], args["timestep"], **args["c"])
+
+    model.set_model_unet_function_wrapper(wrapper)
+
+
+def _forward_of_the_class(model: ModelPatcher) -> None:
+    # As a node does that has something of its own called in the place of the transformer, and that runs the class's code.
+    class Around(torch.nn.Module):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return getattr(type(transformer), method)(transformer, *args, **kwargs) * FACTOR
+
+    transformer = model.model.diffusion_model
+    method = "_forward" if hasattr(type(transformer), "_forward") else "forward"
+
+    def wrapper(apply_model: Any, args: Any) -> Any:
+        around = Around()
+        around.dtype = transformer.dtype
+        with patch.dict(model.model._modules, diffusion_model=around):
+            return apply_model(args["input"], args["timestep"], **args["c"])
+
+    model.set_model_unet_function_wrapper(wrapper)
+
+
+def _layer_alone(model: ModelPatcher) -> None:
+    # As step caches do that look at what the first layers make of a call before they decide.
+    def wrapper(apply_model: Any, args: Any) -> Any:
+        layer = next(module for module in model.model.diffusion_model.modules() if isinstance(module, torch.nn.Linear))
+        probe = layer(args["input"].new_ones(1, layer.in_features))
+        return apply_model(args["input"], args["timestep"], **args["c"]) * (1 + probe.std().tanh())
+
+    model.set_model_unet_function_wrapper(wrapper)
+
+
 def _no_recipe(model: ModelPatcher) -> None:
     model.cached_patcher_init = None
 
@@ -261,6 +305,9 @@ KINDS: dict[str, Callable[[ModelPatcher], Any]] = {
     "on_load": _on_load,
     "changed_weight": _changed_weight,
     "for_a_call": _for_a_call,
+    "innermost_for_a_call": _innermost_for_a_call,
+    "forward_of_the_class": _forward_of_the_class,
+    "layer_alone": _layer_alone,
     "subclass": lambda model: setattr(model, "__class__", OtherPatcher),
     "no_recipe": _no_recipe,
     "foreign_recipe": lambda model: setattr(model, "cached_patcher_init", (_no_recipe, (model,))),
@@ -301,6 +348,7 @@ def TestPatch(model: Any, kind: str) -> Any:
     `recorded` fails where ComfyUI records what is allocated. `clone_to_sample` has ComfyUI load a clone that is gone at once,
     `changed_clone_to_sample` one with another input layer; `unload_while_sampling` has it unload all models before every call;
     `reads_embedder` reads a weight of SD3.
+    `innermost_for_a_call`, `forward_of_the_class` and `layer_alone` compute with modules of the transformer past its forward.
     `unknown_option` adds an object to the transformer options that no
     model reads, so the output does not change.
     """

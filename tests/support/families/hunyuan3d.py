@@ -34,6 +34,11 @@ def shape_21(batch: int = 1, tokens: int = 40, **extra: Any) -> dict[str, Any]:
     return {"x": call["x"], "t": call["timestep"], "context": call["context"], **extra}
 
 
+def halves(batch: int) -> dict[str, Any]:
+    """Both halves of CFG, each with the same latents."""
+    return shape_21(2 * batch, x=normal(batch, 64, 40).repeat(2, 1, 1), t=torch.full((2 * batch,), 0.4))
+
+
 CASES = [
     Case("3d 2", "3d 2", lambda: shape(guidance=torch.full((1,), 5.0)), ("guidance",)),
     Case("3d 2 batch 2 odd size", "3d 2", lambda: shape(batch=2, tokens=41, text=5)),
@@ -42,8 +47,9 @@ CASES = [
     Case("3d 2.1", "3d 2.1", shape_21),
     Case("3d 2.1 odd size", "3d 2.1", lambda: shape_21(tokens=41)),
     Case("3d 2.1 3 heads", "3d 2.1 3 heads", lambda: shape_21(tokens=42)),
-    # The model swaps the halves of the text and of the output: alike for CFG, whose halves have the same latent.
-    Case("3d 2.1 cfg", "3d 2.1", lambda: shape_21(batch=2, x=normal(1, 64, 40).repeat(2, 1, 1), t=torch.full((2,), 0.4))),
+    # The model swaps the halves of the text and of the output: alike for CFG, whose halves have the same latents.
+    Case("3d 2.1 cfg", "3d 2.1", lambda: halves(1), options={"cond_or_uncond": [1, 0]}),
+    Case("3d 2.1 cfg batch 2", "3d 2.1", lambda: halves(2), options={"cond_or_uncond": [1, 0]}),
     Case("3d 2.1 batch 3", "3d 2.1 3 heads", lambda: shape_21(batch=3)),
 ]
 SERVED = [Served("hunyuan3d_2", "3d 2", (64, 40), 7, 48, {"guidance": 5.0}), Served("hunyuan3d_21", "3d 2.1", (64, 40), 7, 48)]
