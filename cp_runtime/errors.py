@@ -34,6 +34,10 @@ class UnsupportedError(ContextParallelError):
     """The model, or something another node attached to it, cannot run sharded."""
 
 
+class UnsentError(UnsupportedError):
+    """A value of ComfyUI's process cannot be sent to the ranks, and is needed there."""
+
+
 class CompileError(ContextParallelError):
     """The compiler cannot compile a block of the model, of the class `block`. `cause`: the compiler's message, one line."""
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from ..errors import MAX_SHOWN, MirrorError, PoolError, PoolTimeout, RankError, RankOutOfMemory, UnsupportedError
+from ..errors import MAX_SHOWN, MirrorError, PoolError, PoolTimeout, RankError, RankOutOfMemory, UnsentError, UnsupportedError
 from ..system import system
 from ..version import VERSION
 from .board import SILENT, Progress
@@ -23,7 +23,7 @@ from .messages import Failure, Report
 from .peers import shm_advice
 from .processes import RankProcess
 
-_FOR_USERS = (MirrorError.__name__, UnsupportedError.__name__)  # their messages need no trace
+_FOR_USERS = (MirrorError.__name__, UnsupportedError.__name__, UnsentError.__name__)  # their messages need no trace
 _OUT_OF_MEMORY = torch.OutOfMemoryError.__name__
 _COMMUNICATION = ("DistBackendError", "DistNetworkError", "DistStoreError")  # of torch.distributed
 _ACCELERATOR = "AcceleratorError"  # of torch 2.8 and later, for any error of a device

@@ -19,18 +19,50 @@ from typing import Any, Literal, NoReturn, TypeGuard, Union, get_args, get_origi
 import torch
 from torch import Tensor
 
-from ..errors import ProtocolError, UnsupportedError
+from ..errors import ProtocolError, UnsentError
 
 ALIGNMENT = 64
 MAX_DEPTH = 100  # containers inside each other; below what Python's stack takes
 
 Tree = Any
+PLAIN = "numbers, text, lists, tuples, dicts, tensors"
 _SCALARS = (type(None), bool, int, str)
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
+class Unsent:
+    """Stands for a value that cannot be sent. A rank may hold it and look whether it is None; any use raises UnsentError.
+
+    Args:
+        what: its path and type.
+    """
+
+    def __init__(self, what: str) -> None:
+        vars(self)["what"] = what
+
+    def __repr__(self) -> str:
+        return f"Unsent({self.what!r})"
+
+    def __getattr__(self, name: str) -> Any:
+        return self._used()
+
+    def _used(self, *_: Any) -> NoReturn:
+        raise UnsentError(f"the model's forward uses {self.what}, which cannot be sent to the workers (allowed: {PLAIN}).")
+
+
+# Operators are looked up on the class.
+_USES = """
+    bool int float complex index len iter next contains getitem setitem delitem call enter exit eq ne lt le gt ge neg pos abs invert
+    add sub mul matmul truediv floordiv mod divmod pow lshift rshift and or xor radd rsub rmul rmatmul rtruediv rfloordiv rmod rpow
+    rand ror rxor setattr
+"""
+for _name in _USES.split():
+    setattr(Unsent, f"__{_name}__", Unsent._used)
+Unsent.__hash__ = object.__hash__  # type: ignore[method-assign]
+
+
 def flatten(value: Any, store: Callable[[Tensor, str], Tree], path: str = "") -> Tree:
-    """Turn `value` into a JSON tree. `store(tensor, path)` returns the leaf that stands for a tensor. Raises UnsupportedError:
+    """Turn `value` into a JSON tree. `store(tensor, path)` returns the leaf that stands for a tensor. Raises UnsentError:
     something inside is neither plain data nor a tensor; the message has its path and type."""
     if isinstance(value, _SCALARS):
         return value
@@ -48,9 +80,11 @@ def flatten(value: Any, store: Callable[[Tensor, str], Tree], path: str = "") ->
         return [flatten(item, store, f"{path}[{i}]") for i, item in enumerate(value)]
     if type(value) is dict:
         return {"$dict": [[flatten(k, store, path), flatten(v, store, f"{path}[{k!r}]")] for k, v in value.items()]}
-    raise UnsupportedError(
+    if type(value) is Unsent:
+        return {"$unsent": value.what}
+    raise UnsentError(
         f"{path or 'the value'} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be sent to the workers "
-        "(allowed: numbers, text, lists, tuples, dicts, tensors)"
+        f"(allowed: {PLAIN})"
     )
 
 
@@ -78,6 +112,8 @@ def unflatten(tree: Tree, load: Callable[[Tree], Tensor], depth: int = 0) -> Any
             return _DTYPES[body]
         if kind == "$device":
             return torch.device(body)
+        if kind == "$unsent":
+            return Unsent(str(body))
         return load(tree)
     except (TypeError, ValueError, KeyError, OverflowError, RuntimeError) as error:
         if isinstance(error, ProtocolError):
@@ -97,7 +133,7 @@ class TensorPacker:
     def add(self, tensor: Tensor, path: str = "") -> Tree:
         """Return the leaf for `tensor`. The same tensor object is laid out once."""
         if tensor.layout is not torch.strided or tensor.device.type == "meta":
-            raise UnsupportedError(f"{path}: a {tensor.layout} tensor on {tensor.device} cannot be sent to the workers")
+            raise UnsentError(f"{path}: a {tensor.layout} tensor on {tensor.device} cannot be sent to the workers")
         index = self._seen.setdefault(id(tensor), len(self.tensors))
         if index == len(self.tensors):
             self.tensors.append(tensor)

@@ -77,6 +77,20 @@ def test_while_sampling(served, kind, server):
     refused(server, WHILE[served, kind], make(model_nodes=[("TestChangedWhileSampling", {"kind": kind})]), make(), expected)
 
 
+@pytest.mark.parametrize("served", ["wan_t2v"])
+def test_a_model_that_a_removed_node_has_changed(served, server):
+    """It stays so until it is loaded again, as the text says."""
+    make = partial(MODELS[served], cp=CP)
+    expected = server.sample(make())
+    try:
+        server.fails(make(model_nodes=[("TestChangedModel", {"kind": "eps"})]))
+        server.fails(make(), "a node changed eps of", "have the model loaded again: Edit, Unload Models and Execution Cache")
+        server.free()
+        assert_close(server.sample(make()), expected)
+    finally:
+        server.run(UNDO).check()
+
+
 @pytest.mark.parametrize("served", ["flux", "sd15"])
 def test_a_weight_between_two_prompts(served, server):
     """The ranks have it as it was."""

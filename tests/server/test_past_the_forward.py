@@ -1,5 +1,5 @@
-"""Code of nodes that runs modules of a model on the ranks past the forward that goes there: refused by name, or on one device with the
-stock latent. Such modules would compute in ComfyUI's process, with weights as in the file, without LoRA."""
+"""Code of nodes that runs modules of a model on the ranks past the forward that goes there: refused by name, or on one device with
+the stock latent. Such modules would compute in ComfyUI's process, with weights as in the file, without LoRA."""
 
 from functools import partial
 

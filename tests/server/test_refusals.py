@@ -230,3 +230,33 @@ def test_uneven_shapes_are_refused_when_ulysses_anything_is_off(server):
 def test_model_patches_of_wan(off_server):
     prompt = wan_prompt(cp={"world_size": 2}, model_nodes=[("TestPatch", {"kind": "attn2_patch"})])
     off_server.fails(prompt, "patches: attn2_patch")
+
+
+@pytest.mark.parametrize("kind", ["alone", "inside", "set", "bytes", "number"])
+@pytest.mark.parametrize("place", ["model_nodes", "after_apply"])
+def test_options_that_no_forward_reads(kind, place, server):
+    """Stock takes no notice of them either."""
+    nodes = {place: [("TestOptions", {"kind": kind, "read": False})]}
+    assert_close(server.sample(flux_prompt(cp={"world_size": 2}, **nodes)), server.sample_once(flux_prompt()))
+
+
+@pytest.mark.parametrize("kind", ["alone", "inside"])
+@pytest.mark.parametrize("place", ["model_nodes", "after_apply"])
+def test_options_that_a_forward_reads_and_no_message_carries(kind, place, server):
+    """A rank finds out. It goes on with the next prompt; and one device computes with them."""
+    nodes = {place: [("TestOptions", {"kind": kind, "read": True})]}
+    words = ("transformer_options['rope_options']", "which cannot be sent", "on_unsupported")
+    server.fails(flux_prompt(cp={"world_size": 2}, **nodes), *words)
+    pids = server.worker_pids()
+    assert_close(server.sample(flux_prompt(cp={"world_size": 2})), server.sample_once(flux_prompt()))
+    assert server.worker_pids() == pids
+    expected = server.sample_once(flux_prompt(**nodes))
+    assert differ(expected, server.sample_once(flux_prompt()))
+    assert_close(server.sample(flux_prompt(cp=SINGLE, **nodes)), expected)
+
+
+def test_conditions_that_no_message_carries(server):
+    """An argument of the forward, which reads it or not: it is refused before the ranks see the call."""
+    nodes = {"model_nodes": [("TestPatch", {"kind": "object_argument"})]}
+    server.fails(flux_prompt(cp={"world_size": 2}, **nodes), "['own'] is a builtins.object, which cannot be sent", "on_unsupported")
+    assert_close(server.sample(flux_prompt(cp=SINGLE, **nodes)), server.sample_once(flux_prompt(**nodes)))

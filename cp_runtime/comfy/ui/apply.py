@@ -11,7 +11,7 @@ import comfy.model_management
 import comfy.model_patcher
 import torch
 from comfy.patcher_extension import WrappersMP
-from comfy.sampler_helpers import estimate_memory
+from comfy.sampler_helpers import cleanup_models, estimate_memory
 from comfy_api.torch_helpers.torch_compile import COMPILE_KEY
 
 from ...controller.run_stats import RunStats, unit_of
@@ -66,7 +66,12 @@ def apply_to_model(model: Any, config: RuntimeConfig | None = None) -> Any:
     patcher = ContextParallelPatcher.over(model, config)
     for wrapper in patcher.wrappers.get(WrappersMP.APPLY_MODEL, {}).pop(COMPILE_KEY, []):
         patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, COMPILE_KEY, wrapper)
-    _wrap(patcher, WRAPPER, {WrappersMP.PREPARE_SAMPLING: prepare_sampling, WrappersMP.APPLY_MODEL: check_forward})
+    wrappers = {
+        WrappersMP.PREPARE_SAMPLING: prepare_sampling,
+        WrappersMP.OUTER_SAMPLE: cleaned_up,
+        WrappersMP.APPLY_MODEL: check_forward,
+    }
+    _wrap(patcher, WRAPPER, wrappers)
     return timed(patcher)
 
 
@@ -94,6 +99,23 @@ def prepare_sampling(executor: Callable[..., Any], model: Any, noise_shape: Any,
     if isinstance(model, ContextParallelPatcher):
         model.cp_run = Run(next(RUNS), conditions_obstacle(conds), *call_memory(model, noise_shape, conds))
     return executor(model, noise_shape, conds, **kwargs)
+
+
+def cleaned_up(executor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a sampling; where it fails, clean up its ControlNets and additional models, which ComfyUI does after a success only.
+
+    Some change the model until then. Our errors come where a stock run has none: refusals, ranks that died, their memory.
+    """
+    try:
+        return executor(*args, **kwargs)
+    except BaseException:
+        guider = executor.class_obj  # type: ignore[attr-defined]
+        if (loaded := vars(guider).pop("loaded_models", None)) is not None:  # else it failed before any was used
+            try:
+                cleanup_models(guider.conds, loaded)
+            except Exception:
+                log.exception("a ControlNet or an additional model could not be cleaned up after an error")
+        raise
 
 
 def call_memory(model: Any, noise_shape: Any, conds: dict[str, Any]) -> tuple[float, float]:

@@ -22,14 +22,14 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from ...comfyui import unrecorded
 from ...compat import hooks_of
 from ...controller.calls import ModelCall
-from ...errors import MirrorError, UnsupportedError
+from ...errors import MirrorError, RankError, UnsentError, UnsupportedError
 from ...families import PLANS, class_name
 from ...nested import tensors
 from ..shared.forward import CONDITIONINGS
 from ..shared.modules import encode_module
 from ..shared.patches import applied_patches
 from ..shared.weights import PREFIX, model_dtype
-from .obstacles import check_call, check_own_forward, compile_of, computes_here, options_for_ranks
+from .obstacles import check_call, check_own_forward, compile_of, computes_here, options_for_ranks, unsent
 from .options import SENDABLE, plain_options
 from .target import on_ranks
 
@@ -92,21 +92,28 @@ class WorkerForward(Replacement):
             chosen[CONDITIONINGS] = [f"{owner.cp_run.number} {name}" for name in options["uuids"]]
             owner.note_steps(len(options.get("sample_sigmas", ())) - 1)
         arguments["transformer_options"] = {**plain_options(options), **chosen, **patches.encoded}
-        return owner.call_workers(
-            ModelCall(
-                method=self.method,
-                arguments=arguments,
-                leading=self.leading,
-                device=latent.device,
-                in_place=IN_PLACE,
-                mixes_batch=patches.mixes_batch,
-                all_tokens=attention.all_tokens,
-                memory_scale=owner.cp_run.memory_scale,
-                compile=compiled,
-                networks=patches.networks,
-                encode_network=encode_module,
-            )
+        call = ModelCall(
+            method=self.method,
+            arguments=arguments,
+            leading=self.leading,
+            device=latent.device,
+            in_place=IN_PLACE,
+            mixes_batch=patches.mixes_batch,
+            all_tokens=attention.all_tokens,
+            memory_scale=owner.cp_run.memory_scale,
+            compile=compiled,
+            networks=patches.networks,
+            encode_network=encode_module,
         )
+        try:
+            return owner.call_workers(call)
+        except UnsentError as error:
+            owner.refuse_call(unsent(str(error)))
+        except RankError as error:
+            if error.kind != UnsentError.__name__:
+                raise
+            owner.refuse_call(unsent(error.message))
+        return self.stock(*args, **kwargs)
 
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of a call by name, extra keywords included."""

@@ -33,6 +33,11 @@ from .sources import file_of, is_comfy, pack_of, running_code
 from .target import notes_of
 
 _REMEDY = "Remove that node, or set on_unsupported of CP Config to 'single device'."
+# What a node changes in a model stays there without the node, until the model is loaded anew.
+_REMEDY_OF_MODEL = (
+    "Remove that node, then have the model loaded again: Edit, Unload Models and Execution Cache, or restart ComfyUI. Or set "
+    "on_unsupported of CP Config to 'single device'."
+)
 FORWARDS = ("forward", "_forward", "forward_orig")
 _KNOWN_PATCHERS = ("ModelPatcher", "ModelPatcherDynamic", "ContextParallelPatcher")
 _READING_WEIGHTS = (comfy.controlnet.ControlLora, comfy.controlnet.QwenFunControlNet)
@@ -42,7 +47,7 @@ def check_model(patcher: Any, config: RuntimeConfig) -> None:
     """Refuse a ModelPatcher that cannot run on the ranks of a config, before sampling starts."""
     model = patcher.model.diffusion_model
     if hasattr(model, "_orig_mod"):
-        raise UnsupportedError(f"the model was compiled with torch.compile, which the workers do not repeat. {_REMEDY}")
+        raise UnsupportedError(f"the model was compiled with torch.compile, which the workers do not repeat. {_REMEDY_OF_MODEL}")
     try:
         plan_for(model)
         recipe = recipe_of(patcher)
@@ -149,6 +154,12 @@ def computes_here(path: str, model: str) -> UnsupportedError:
     return UnsupportedError(f"{running_code()} computes with {path} of {model} past the forward that the workers run. {_REMEDY}")
 
 
+def unsent(what: str) -> UnsupportedError:
+    """Build the refusal of a call with a value that ranks need and cannot get."""
+    remedy = "Remove the node that put it there, or set on_unsupported of CP Config to 'single device'."
+    return UnsupportedError(f"{what.rstrip('.')}. {remedy}")
+
+
 def check_code(model: nn.Module, patched: Collection[str] = (), made_by_pack: bool = False) -> None:
     """Refuse code of node packs in the modules of a model, or in the classes and functions that it computes with.
 
@@ -163,9 +174,9 @@ def check_code(model: nn.Module, patched: Collection[str] = (), made_by_pack: bo
             continue
         _check_forward_of(module, where, patched and [m for m in FORWARDS if f"{PREFIX}{name}.{m}" in patched])
         if has_foreign_hooks(module):
-            raise UnsupportedError(f"a node put hooks on {where}. {_REMEDY}")
+            raise UnsupportedError(f"a node put hooks on {where}. {_REMEDY_OF_MODEL}")
         if pack := packs.get(cls):
-            raise UnsupportedError(f"the node pack {pack} put its {cls.__name__} in the place of {where}. {_REMEDY}")
+            raise UnsupportedError(f"the node pack {pack} put its {cls.__name__} in the place of {where}. {_REMEDY_OF_MODEL}")
     _refuse(changes_of(model))
 
 
@@ -173,7 +184,7 @@ def check_state(model: nn.Module, patched: Collection[str] = (), again: bool = T
     """Refuse a model or a VAE whose modules a node has changed since it was loaded. `again`: see `ModuleState.change`."""
     change = state_of(model).change([name.removeprefix(PREFIX) for name in patched], again)
     if change:
-        raise UnsupportedError(f"a node changed {change}, and the workers load it from its file. {_REMEDY}")
+        raise UnsupportedError(f"a node changed {change}, and the workers load it from its file. {_REMEDY_OF_MODEL}")
 
 
 def _refuse(changes: Iterable[Change]) -> None:
@@ -196,7 +207,7 @@ def _check_forward_of(module: nn.Module, name: str, patched: Collection[str] = (
         if own is None or method in patched or getattr(own, "sends_to_workers", False):  # ours, see interception.py
             continue
         if getattr(own, "__func__", None) is not getattr(type(module), method, None):
-            raise UnsupportedError(f"a node replaced the forward of {name}. {_REMEDY}")
+            raise UnsupportedError(f"a node replaced the forward of {name}. {_REMEDY_OF_MODEL}")
 
 
 def _check_control(model: nn.Module, control: Mapping[str, Any] | None) -> None:

@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, device, dtype
+import numpy
+from torch import Tensor, device, dtype, strided
+from torch.nn import Parameter
 
 from ...engine.compiled import OPTIONS, CompileSettings
 from ...errors import UnsupportedError
+from ...pool.protocol import Unsent
 
 # Entries that only the UI process reads: functions, and ids for its bookkeeping.
 UI_ONLY = ("wrappers", "callbacks", "uuids", "patches", "patches_replace", "prefetch_dynamic_vbars")
 SENDABLE = (type(None), bool, int, float, str, Tensor, dtype, device, list, tuple, dict)
+KEYS = (type(None), bool, int, float, str, tuple)  # of mappings
 
 BACKENDS = ("inductor", "aot_eager", "eager")
 MODES = (None, "default", "max-autotune-no-cudagraphs")
@@ -23,16 +27,27 @@ RECORDING = (
 
 
 def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries that can be sent. A mapping becomes a dict, and a set a tuple: forwards only test membership."""
-    kept = {name: _sent(value) for name, value in options.items() if name not in UI_ONLY}
-    return {name: value for name, value in kept.items() if isinstance(value, SENDABLE)}
+    """Return the ranks' entries, in a form that can be sent: see `sendable`."""
+    return {name: sendable(value, f"transformer_options[{name!r}]") for name, value in options.items() if name not in UI_ONLY}
 
 
-def _sent(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return dict(value)
-    is_set = isinstance(value, (set, frozenset)) and all(isinstance(item, SENDABLE) for item in value)
-    return tuple(sorted(value, key=repr)) if is_set else value
+def sendable(value: Any, path: str) -> Any:
+    """Return a value as messages carry it: a mapping becomes a dict, a set a sorted tuple, as forwards only test membership, and a
+    number of NumPy's one of Python's. `Unsent` stands for what no message can carry: stock code may never read it."""
+    if value is None or isinstance(value, (bool, int, float, str, dtype, device)):
+        return value
+    if isinstance(value, Tensor):
+        if type(value) in (Tensor, Parameter) and value.layout is strided and value.device.type != "meta":
+            return value
+    elif isinstance(value, Mapping) and all(isinstance(key, KEYS) for key in value):
+        return {key: sendable(item, f"{path}[{key!r}]") for key, item in value.items()}
+    elif type(value) in (list, tuple):
+        return type(value)(sendable(item, f"{path}[{i}]") for i, item in enumerate(value))
+    elif isinstance(value, (set, frozenset)):
+        return sendable(tuple(sorted(value, key=repr)), path)
+    elif isinstance(value, numpy.generic):
+        return sendable(value.item(), path)
+    return Unsent(f"{path}, a {type(value).__module__}.{type(value).__qualname__}")
 
 
 def compile_settings(asked: Mapping[str, Any]) -> CompileSettings:

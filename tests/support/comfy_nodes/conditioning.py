@@ -67,10 +67,17 @@ def TestConditioning(
 
 @node("CONDITIONING", conditioning="CONDITIONING")
 def TestControl(
-    conditioning: Any, seed: int = 0, hidden: int = 256, blocks: int = 2, strength: float = 0.5, reads_weights: bool = False
+    conditioning: Any,
+    seed: int = 0,
+    hidden: int = 256,
+    blocks: int = 2,
+    strength: float = 0.5,
+    reads_weights: bool = False,
+    changes_model: bool = False,
 ) -> list[Any]:
     """Attach a made-up ControlNet for Flux, with one residual for each of the first `blocks` blocks of either kind."""
-    control = (_ReadingControl if reads_weights else _RandomControl)(seed, hidden, blocks, strength)
+    kind = _ReadingControl if reads_weights else _ChangingControl if changes_model else _RandomControl
+    control = kind(seed, hidden, blocks, strength)
     return [[text, {**extra, "control": control, "control_apply_to_uncond": False}] for text, extra in conditioning]
 
 
@@ -93,6 +100,22 @@ class _RandomControl(comfy.controlnet.ControlBase):
         clone = type(self)(self.seed, self.hidden, self.blocks, self.scale)
         self.copy_to(clone)
         return clone
+
+
+class _ChangingControl(_RandomControl):
+    """Changes the model for the time of a run, as one of a public pack does: from `pre_run` to `cleanup`."""
+
+    model: Any = None
+
+    def pre_run(self, model: Any, percent_to_timestep_function: Any) -> Any:
+        super().pre_run(model, percent_to_timestep_function)
+        self.model, model.process_timestep = model, lambda timestep, **_: timestep * 0.5
+
+    def cleanup(self) -> None:
+        if self.model is not None:
+            del self.model.process_timestep
+            self.model = None
+        super().cleanup()
 
 
 class _ReadingControl(_RandomControl, comfy.controlnet.ControlLora):

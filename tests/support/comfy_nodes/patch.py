@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
+import numpy
 import torch
 from comfy import model_management as mm
 from comfy.cli_args import args
@@ -154,6 +155,13 @@ def _forward_of_the_class(model: ModelPatcher) -> None:
         around.dtype = transformer.dtype
         with patch.dict(model.model._modules, diffusion_model=around):
             return apply_model(args["input"], args["timestep"], **args["c"])
+
+    model.set_model_unet_function_wrapper(wrapper)
+
+
+def _object_argument(model: ModelPatcher) -> None:
+    def wrapper(apply_model: Any, args: Any) -> Any:
+        return apply_model(args["input"], args["timestep"], **args["c"], own=object())
 
     model.set_model_unet_function_wrapper(wrapper)
 
@@ -314,6 +322,7 @@ KINDS: dict[str, Callable[[ModelPatcher], Any]] = {
     "unstamped": lambda model: vars(model.model).pop("context_parallel_notes", None),
     "multigpu": lambda model: model.set_additional_models("multigpu", [model.clone()]),
     "other_class": _other_class,
+    "object_argument": _object_argument,
     "unknown_option": lambda model: model.model_options["transformer_options"].update(test_option=object()),
     "class": _class,
     "class_of_a_patch": _class_of_a_patch,
@@ -331,6 +340,33 @@ KINDS: dict[str, Callable[[ModelPatcher], Any]] = {
     "reads_embedder": _reads_embedder,
     "sparse_block": lambda model: model.set_model_patch_replace(sparse_block(), "dit", "double_block", 0),
 }
+
+
+class _Number:
+    """A number in a way that no message carries: stock computes with it."""
+
+    def __rmul__(self, other: Any) -> Any:
+        return other * 2.0
+
+    def get(self, name: str, default: Any) -> Any:
+        return 2.0 if name.startswith("scale") else default
+
+
+OPTIONS: dict[str, Callable[[], Any]] = {
+    "alone": _Number,
+    "inside": lambda: {"scale_x": _Number(), "scale_y": _Number()},
+    "set": lambda: {1, "two", object()},
+    "bytes": lambda: {"own": b"123"},
+    "number": lambda: [numpy.int64(1), numpy.bool_(True)],
+}
+
+
+@node("MODEL", model="MODEL", kind=list(OPTIONS), read="BOOLEAN")
+def TestOptions(model: Any, kind: str, read: bool) -> Any:
+    """Put something into the options of the transformer: where Flux reads it, or where nothing does."""
+    patched = model.clone()
+    patched.model_options["transformer_options"]["rope_options" if read else "own"] = OPTIONS[kind]()
+    return patched
 
 
 @node("MODEL", model="MODEL", kind=list(KINDS))
