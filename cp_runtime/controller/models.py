@@ -48,6 +48,7 @@ class Models:
         self.slow: set[str] = set()
         self._pool, self._shortages, self._on_change = pool, shortages, on_change
         self.resident: dict[str, Resident] = {}
+        self._formats: tuple[str, ...] | None = None
         self._networks: dict[str, weakref.ref[nn.Module]] = {}  # by key
 
     @property
@@ -146,7 +147,8 @@ class Models:
             return
         held = target.demand.on_device(choice.placement, self._pool.world_size, stages)
         request, packer = target.request(choice.placement, held)
-        request = replace(request, stages=stages, travelled=any(self._pool.config.machines))
+        formats, travelled = self._common_formats(cancelled), any(self._pool.config.machines)
+        request = replace(request, stages=stages, formats=formats, travelled=travelled)
         self.resident.pop(target.key, None)
         name = target.name
         self.begin(name)
@@ -170,6 +172,14 @@ class Models:
             name, replies[0].bytes / 1e6, len(request.patches), self._pool.world_size,
             max(reply.seconds for reply in replies), choice.reason,
         )  # fmt: skip
+
+    def _common_formats(self, cancelled: Callable[[], bool]) -> tuple[str, ...]:
+        """Return the quantised formats that the devices of all ranks multiply in. Ranks know: this process may not see all
+        devices."""
+        if self._formats is None:
+            first, *others = (set(reply.formats) for reply in self._pool.request(Available(), cancelled=cancelled))
+            self._formats = tuple(sorted(first.intersection(*others)))
+        return self._formats
 
     def _forget(self, key: str) -> None:
         """Make healthy ranks drop an object that other ranks failed to take: it would never be freed otherwise."""

@@ -121,9 +121,10 @@ class Loaded(Report):
 
 @dataclass(frozen=True, kw_only=True)
 class Room(Report):
-    """Bytes of a rank's device that a model and its calls could take; None for a CPU."""
+    """A rank's device: bytes that a model and its calls could take, None for a CPU, and quantised formats that it multiplies in."""
 
     available: int | None
+    formats: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,7 +271,7 @@ class Load(Request[Loaded]):
     placement: str = "whole"
     device_bytes: int = 0  # of weights that one rank keeps on its device
     stages: int = 1  # of the model, where it is staged
-    formats: tuple[str, ...] | None = None  # quantised ones that the devices of all ranks multiply in; None = unknown
+    formats: tuple[str, ...] = ()  # quantised ones that the devices of all ranks multiply in
     memory: tuple[int, int] = (0, 0)  # where the tensors of the patches lie: a process id, and a descriptor there
     travelled: bool = False  # they cross a network: all their bytes are compared, and not samples
 
@@ -321,7 +322,7 @@ class MakeRoom(Request[Done]):
 
 @dataclass(frozen=True, kw_only=True)
 class Available(Request[Room]):
-    """Say how much memory the devices have."""
+    """Say how much memory the devices have, and what they multiply in."""
 
     report: ClassVar[type[Any]] = Room
     brief: ClassVar[bool] = True

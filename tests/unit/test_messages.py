@@ -49,7 +49,7 @@ MESSAGES = [
     messages.Loaded(digest="d", patches_uuid="u", dtype="a", cast_dtype="b", formats=("c",), samples={"w": "x y"}, layers="l",
                     bytes=1, seconds=0.5),
     messages.Room(available=None),
-    messages.Room(available=1 << 40),
+    messages.Room(available=1 << 40, formats=("fp8",)),
     call_report(tokens={"img": 5}, compiled=messages.Compiled(kinds={"Block": 2}, left={"Other": "why"}, counts={"breaks": 0}),
                 work=CallWork(items=2, sequence=True, attentions=((SHAPE, 57),), operations=1e14)),
 ]  # fmt: skip

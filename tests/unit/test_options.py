@@ -54,6 +54,6 @@ def test_what_no_message_carries(kind, around):
     found = found[0] if isinstance(found, tuple) else found  # of a set
     assert found is not None
     assert {found: 1}[found] == 1  # as a key
-    for use in (len, bool, list, float, lambda it: it.name, lambda it: it(), lambda it: it * 2, lambda it: 2 + it, lambda it: it == 1):
+    for use in (len, bool, list, lambda it: it.name, lambda it: it(), lambda it: it * 2, lambda it: 2 + it, lambda it: it == 1):
         with pytest.raises(UnsentError, match=r"transformer_options\['own'\].*, which cannot be sent"):
             use(found)

@@ -28,7 +28,7 @@ def target(seed=0, patches_in=None, backup=(), factory=None):
     )
     patcher = SimpleNamespace(model=model, patches={}, patches_uuid="u1", backup=dict.fromkeys(backup), hook_backup={})
     recipe = Recipe("load_diffusion_model", "/models/flux.safetensors", factory=factory)
-    return Target(patcher, recipe, "flux.safetensors", ModelFiles([]), 0.0, list, None)
+    return Target(patcher, recipe, "flux.safetensors", ModelFiles([]), 0.0, list)
 
 
 def transformer(seed):

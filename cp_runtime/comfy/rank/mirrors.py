@@ -28,11 +28,12 @@ from ...engine.state import CallState
 from ...errors import CompileError, MirrorError
 from ...families import plan_for
 from ...nested import stored, tensors
-from ...pool.messages import AttachNetwork, Call, CallOutcome, Load, Loaded, Staged
+from ...pool.messages import AttachNetwork, Call, CallOutcome, Load, Loaded, Room, Staged
 from ...pool.protocol import read_tensor, unflatten
 from ...pool.settings import OFFLOADED, STAGED, WHOLE
 from ...pool.tensor_cache import owned
 from ...system import system
+from ..shared.formats import formats_of
 from ..shared.loading import LoadedModel, load_recipe
 from ..shared.modules import layers_of
 from ..shared.patches import decode_weight_patches
@@ -231,8 +232,8 @@ class Mirrors:
             operations=2 * weights * sum(total for total, _ in state.tokens().values()),
         )
 
-    def available(self) -> int | None:
-        return available(self.device)
+    def device_room(self) -> Room:
+        return Room(available=available(self.device), formats=tuple(formats_of(self.device)))
 
     def to_device(self, mirror: Mirror, needed: float, *, networks: bool = True) -> None:
         """Move weights, patched, and (with `networks`) other nodes' networks to the device. Leave `needed` bytes free."""

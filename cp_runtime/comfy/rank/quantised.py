@@ -23,11 +23,11 @@ from ..shared.formats import cast_others, formats_of
 LARGEST = 448.0 * 6.0  # largest block scale (float8_e4m3) times largest value (float4_e2m1)
 
 
-def own_formats(model: Any, device: torch.device, kinds: Collection[str] | None) -> list[str]:
+def own_formats(model: Any, device: torch.device, kinds: Collection[str]) -> list[str]:
     """Return the quantised formats of a `BaseModel` or VAE that this device multiplies natively; for others ComfyUI casts.
 
     Args:
-        kinds: those that the devices of all ranks multiply in: layers in others are cast here too. None = unknown.
+        kinds: those that the devices of all ranks multiply in: layers in others are cast here too.
     """
     quantised = any(isinstance(weight, comfy.quant_ops.QuantizedTensor) for weight in model.parameters())
     optimizations = model.model_config.optimizations if hasattr(model, "model_config") else {}
@@ -35,7 +35,7 @@ def own_formats(model: Any, device: torch.device, kinds: Collection[str] | None)
     if not (quantised or fast):
         return []
     able = formats_of(device)
-    if fast or kinds is None:  # --fast is a property of the layers' class
+    if fast:  # --fast is a property of the layers' class
         return able
     cast_others(model, kinds)
     return [kind for kind in able if kind in kinds]

@@ -13,7 +13,7 @@ from ...comfyui import forbid_recording
 from ...compat import on_compilation
 from ...engine.cost import DegreePlanner
 from ...engine.ranks.profiling import CallTraces
-from ...pool.messages import AttachNetwork, Available, Call, CallReport, Drop, Load, MakeRoom, Request, Room
+from ...pool.messages import AttachNetwork, Available, Call, CallReport, Drop, Load, MakeRoom, Request
 from ...pool.worker import Handler, Worker
 from ..shared.vae import VAE_METHODS
 
@@ -51,7 +51,7 @@ class ModelService:
             Drop: self._drop,
             Call: self._call,
             MakeRoom: self._make_room,
-            Available: lambda *_: Room(available=mirrors.available()),
+            Available: lambda *_: mirrors.device_room(),
         }
 
     def _drop(self, request: Drop, _: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 import comfy.model_management
 import torch
@@ -21,15 +21,6 @@ def formats_of(device: torch.device) -> list[str]:
         "nvfp4": management.supports_nvfp4_compute(device),
     }
     return [kind for kind, supported in able.items() if supported]
-
-
-def common_formats(devices: Iterable[str]) -> tuple[str, ...] | None:
-    """Return the kinds that all devices multiply in; None where one of them is another computer's, which ComfyUI cannot ask."""
-    names = list(devices)
-    if any("/" in name for name in names):
-        return None
-    each = [formats_of(torch.device(name)) for name in names]
-    return tuple(kind for kind in each[0] if all(kind in able for able in each))
 
 
 def cast_others(model: nn.Module, kinds: Collection[str]) -> None:

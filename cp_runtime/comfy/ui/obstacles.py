@@ -20,7 +20,6 @@ from ...errors import MirrorError, PlanError, UnsupportedError
 from ...families import PLANS, UNSTAGED, class_name, most_stages, plan_for
 from ...pool.config import RuntimeConfig
 from ...pool.settings import STAGED
-from ..shared.formats import common_formats
 from ..shared.patches import applied_patches, encode_weight_patches
 from ..shared.weights import PREFIX
 from .attention import ChosenAttention, attention_of
@@ -29,6 +28,7 @@ from .module_state import change_of, has_foreign_hooks, state_of
 from .options import compile_settings
 from .patches import PatchSet
 from .recipes import recipe_of
+from .runtime import multiplies_nvfp4
 from .sources import file_of, is_comfy, pack_of, running_code
 from .target import notes_of
 
@@ -64,8 +64,7 @@ def check_model(patcher: Any, config: RuntimeConfig) -> None:
 
 def check_experts(model: nn.Module, devices: Iterable[str]) -> None:
     """Refuse experts in NVFP4, where devices multiply it: all ranks would have to run all of them, see `rank.quantised`."""
-    common = common_formats(devices)
-    if common is not None and "nvfp4" not in common:
+    if not all(map(multiplies_nvfp4, devices)):
         return
     nvfp4 = comfy.quant_ops.TensorCoreNVFP4Layout
     for name, module in model.named_modules():

@@ -30,7 +30,6 @@ from ...errors import UnsupportedError
 from ...families import PLANS, class_name
 from ...pool.config import RuntimeConfig
 from ..shared.files import ModelFiles
-from ..shared.formats import common_formats
 from ..shared.patches import applied_patches, changes_shape, encode_weight_patches
 from ..shared.recipe import place_of
 from ..shared.weights import PREFIX, is_dynamic
@@ -298,8 +297,7 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         recipe, notes = recipe_of(self), notes_of(self.model)
         if notes.files is None or notes.files[0] is not recipe:
             notes.files = recipe, place_of(recipe.path, model_folders())[1], ModelFiles(recipe.files.items())
-        formats = common_formats(self.cp_config.devices)
-        target = Target(self, *notes.files, self.cp_run.call_memory, encode_weight_patches, formats)
+        target = Target(self, *notes.files, self.cp_run.call_memory, encode_weight_patches)
         notes.key = target.key
         if notes.run != self.cp_run.number:
             notes.run = self.cp_run.number

@@ -89,6 +89,17 @@ def cuda_gpus(visible: int) -> tuple[Gpu, ...]:
     return tuple(Gpu(str(each.name), int(each.total_memory), (each.major, each.minor)) for each in found)
 
 
+def multiplies_nvfp4(device: str) -> bool:
+    """Return whether a device may multiply in NVFP4; True for one of another computer, which ComfyUI cannot ask."""
+    if "/" in device:
+        return True
+    named = torch.device(device)
+    visible = torch.cuda.device_count() if named.type == "cuda" else 0
+    if named.type == "cuda" and (named.index or 0) >= visible:  # hidden
+        return cuda_gpus(visible)[named.index].capability >= (10, 0)
+    return bool(comfy.model_management.supports_nvfp4_compute(named))
+
+
 @cache
 def _too_old(gpus: tuple[Gpu, ...]) -> tuple[int, ...]:
     """Return the numbers of CUDA devices that torch was built without code for."""

@@ -42,7 +42,6 @@ class Target:
         files: of the recipe, open.
         call_memory: bytes that ComfyUI expects a call to take on one device.
         encode: makes plain data and tensors of weight patches. Raises MirrorError if one cannot be sent.
-        formats: quantised ones that the devices of all ranks multiply in, see `common_formats`.
     """
 
     patcher: Any
@@ -51,7 +50,6 @@ class Target:
     files: ModelFiles
     call_memory: float
     encode: Callable[[Any], list[Any]]
-    formats: tuple[str, ...] | None
 
     @property
     def key(self) -> str:
@@ -79,7 +77,7 @@ class Target:
         return (
             Load(
                 key=self.key, recipe=self.recipe.as_json(), patches=tree, patches_uuid=self.patches_uuid, placement=placement,
-                device_bytes=device_bytes, formats=self.formats,
+                device_bytes=device_bytes,
             ),
             packer,
         )  # fmt: skip

@@ -89,7 +89,7 @@ def linear(kind, layout, kinds):
 SUPPORTS = ("supports_fp8_compute", "supports_mxfp8_compute", "supports_nvfp4_compute")
 mixed = {}
 for kind, layout in (("nvfp4", "TensorCoreNVFP4Layout"), ("float8_e4m3fn", "TensorCoreFP8E4M3Layout")):
-    native, cast, other = (linear(kind, layout, kinds) for kinds in (None, (), (KINDS[kind],)))
+    native, cast, other = (linear(kind, layout, kinds) for kinds in (KINDS.values(), (), (KINDS[kind],)))
     exact = tokens @ QuantizedTensor.from_float(torch.linspace(-1, 1, 64 * 64).view(64, 64), layout).dequantize().T
     mixed[kind] = {
         "formats": [native[0], cast[0], other[0]],

@@ -105,6 +105,20 @@ def overlook_cards(sources: Any) -> None:
     sources.functions_in = lambda value: [each for each in found(value) if not each.__code__.co_filename.startswith(ours)]
 
 
+def hide_cards(posix: Any) -> None:
+    """Have ComfyUI's process know of cards that it does not see, as it does under Windows."""
+    cards = imported("stand_in", SUPPORT / "stand_in" / "__init__.py").wanted("CP_TEST_HIDDEN_CARDS")
+    found = [(kind.name, int(kind.gigabytes * 2**30), kind.capability) for kind in cards.each()]
+    posix.hidden_gpus = lambda: found
+
+
+def show_cards(launcher: Any) -> None:
+    """Have its ranks see them."""
+    environment = launcher.child_environment
+    shown = {"CP_TEST_CARDS": os.environ["CP_TEST_HIDDEN_CARDS"]}
+    launcher.child_environment = lambda *given: environment(*given) | shown
+
+
 for module, patch in (("comfy.model_detection", take_at_its_word), ("cp_runtime.pool.worker", look_for_faults)):
     if module in sys.modules:  # of the process that this one was forked from
         patch(sys.modules[module])
@@ -117,5 +131,8 @@ if os.environ.get("CP_TEST_CARDS"):  # as in stand_in, which is not to be import
         put_cards_in(None)
     else:
         sys.meta_path.insert(0, PatchOnImport("torch", put_cards_in))
+    if os.environ.get("CP_TEST_HIDDEN_CARDS"):
+        sys.meta_path.insert(0, PatchOnImport(".system.posix", hide_cards))
+        sys.meta_path.insert(0, PatchOnImport(".pool.launcher", show_cards))
     if "comfy_kitchen" not in sys.modules:  # imported without a card, it has no kernels for one
         sys.meta_path.insert(0, PatchOnImport("comfy_kitchen", lambda kitchen: kitchen.registry.disable("cuda")))

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 VARIABLE = "CP_TEST_CARDS"
+HIDDEN = "CP_TEST_HIDDEN_CARDS"
+"""Environment variable: the cards of which ComfyUI's process sees the first only, as under Windows, and its ranks all."""
 LINK = "CP_TEST_LINK"
 """Environment variable: what NCCL's messages do, `hang`, `garble` or `fail`; with ` p2p` behind it only while NCCL_P2P_DISABLE is
 not 1. `slow`: to connect. `late`: they take a while, as cards do not reach each other's memory."""
@@ -77,9 +79,16 @@ def environment(cards: Cards) -> dict[str, str]:
     return {VARIABLE: ":".join(map(str, parts))}
 
 
-def wanted() -> Cards | None:
+def hidden_environment(cards: Cards) -> dict[str, str]:
+    """The same for a server that sees the first card only."""
+    (all_of_them,) = environment(cards).values()
+    first = Cards(kinds=cards.kinds[:1], gigabytes=cards.gigabytes)
+    return {**environment(first), HIDDEN: all_of_them, "CUDA_VISIBLE_DEVICES": "0"}
+
+
+def wanted(variable: str = VARIABLE) -> Cards | None:
     """What the environment says."""
-    which, gigabytes, dynamic, kind, ledger = (*os.environ.get(VARIABLE, "").split(":", 4), *[""] * 4)[:5]
+    which, gigabytes, dynamic, kind, ledger = (*os.environ.get(variable, "").split(":", 4), *[""] * 4)[:5]
     if not which:
         return None
     kinds = () if which.isdecimal() else tuple(which.split(","))

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from . import LINK, Cards, graphs, groups, kernels, memory, pinned, races, tensors
+from . import HIDDEN, LINK, Cards, Kind, graphs, groups, kernels, memory, pinned, races, tensors, wanted
 
 ONLY_CUDA = {"get_arch_list", "cudart", "_sleep", "CUDAGraph", "graph_pool_handle"}
 """What torch_npu does not have."""
@@ -123,6 +123,12 @@ def index(device: Any = None) -> int:
     return found
 
 
+def _hidden() -> list[Kind]:
+    """Cards of the machine that this process does not see: torch was built for them, too."""
+    cards = wanted(HIDDEN)
+    return [] if cards is None else cards.each()
+
+
 def current_device() -> int:
     """Of this thread."""
     return getattr(_local, "device", 0)
@@ -220,7 +226,7 @@ def install(cards: Cards) -> None:
         "get_device_name": lambda device=None: _properties(device).name,
         "get_device_properties": _properties,
         "get_device_capability": lambda device=None: kernels.kinds[index(device)].capability,
-        "get_arch_list": lambda: sorted({"sm_{}{}".format(*kind.capability) for kind in kernels.kinds}),
+        "get_arch_list": lambda: sorted({"sm_{}{}".format(*kind.capability) for kind in (*kernels.kinds, *_hidden())}),
         "is_bf16_supported": lambda emulated=True: emulated or kernels.kinds[current_device()].capability >= (8, 0),
         "can_device_access_peer": lambda *_: os.environ.get(LINK) != groups.LATE,
         "synchronize": _synchronize,

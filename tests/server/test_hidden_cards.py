@@ -1,0 +1,42 @@
+"""A server that sees one of two fake cards, as ComfyUI under Windows hides all others from itself; its ranks see both."""
+
+import json
+
+import pytest
+from support import stand_in
+from support.graphs import flux_prompt
+from support.latents import assert_close, distance
+from support.server import ComfyServer
+
+CARDS = stand_in.Cards(kinds=("RTX 5090", "RTX 4090"))
+TWO = {"devices": "cuda:0, cuda:1"}
+FILES = {"float": {}, "fp8": {"ckpt": "flux_fp8"}}
+
+
+@pytest.fixture(scope="module")
+def blind_server(comfyui_path, checkpoints_dir):
+    environment = stand_in.hidden_environment(CARDS)
+    with ComfyServer(comfyui_path, models=checkpoints_dir, cpu=False, args=stand_in.FLOAT32, env=environment) as running:
+        yield running
+
+
+def test_the_panel_offers_both(blind_server):
+    offered = json.loads(blind_server.fetch("/context_parallel/devices"))["devices"]
+    assert [(each["name"], each["title"]) for each in offered] == [("cuda:0", "RTX 5090"), ("cuda:1", "RTX 4090")]
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("cp", [{}, TWO], ids=["default", "named"])
+def test_both_compute(file, cp, blind_server):
+    expected = blind_server.sample_once(flux_prompt(**FILES[file]))
+    out = blind_server.sample(flux_prompt(cp=cp, **FILES[file]))
+    assert [rank["device"] for rank in blind_server.status()["ranks"]] == ["cuda:0", "cuda:1"]
+    assert_close(out.float(), expected.float())
+
+
+def test_both_cast_what_one_cannot_multiply(blind_server):
+    """The one that is seen multiplies NVFP4, and the other one does not: nearer to the weights as floats than on that one alone."""
+    exact = blind_server.sample_once(flux_prompt())
+    alone = blind_server.sample_once(flux_prompt(ckpt="flux_nvfp4"))
+    out = blind_server.sample(flux_prompt(ckpt="flux_nvfp4", cp=TWO))
+    assert 1e-3 < distance(out.float(), exact.float()) < distance(alone.float(), exact.float())
