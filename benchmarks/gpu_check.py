@@ -25,7 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from gpu_sections import GROUPS, SECTIONS, function_of
-from gpu_sections.section import FAILED, OK, TIMED_OUT, WHOLE, Section, markdown, read
+from gpu_sections.section import FAILED, OK, TIMED_OUT, WHOLE, Section, markdown, read, verdict
 from support import preloaded, processes, stand_in
 
 RESULTS, TABLE = "results.jsonl", "gpu.md"
@@ -58,6 +58,8 @@ def run(sections: Mapping[str, Planned], out: Path) -> bool:
         print(f"{name} …", end="", flush=True)
         began = time.monotonic()
         result, reason = run_one(*section, out / f"{name}.log")
+        if result == OK:
+            result, reason = verdict(line for line in read(path) if line["section"] == name)
         seconds = round(time.monotonic() - began, 1)
         Section(name=name, path=path).add(WHOLE, result, seconds=seconds, **({"reason": reason} if reason else {}))
         (out / TABLE).write_text(markdown(read(path)))

@@ -72,6 +72,17 @@ class Section:
             self.add(name, FAILED, reason=f"{type(error).__name__}: {error}")
 
 
+def verdict(lines: Iterable[Mapping[str, Any]]) -> tuple[str, str]:
+    """Return the result of a section that came to its end, of the results of its checks, and the reason if it is not ok."""
+    results = [line["result"] for line in lines]
+    for bad in (FAILED, TIMED_OUT):
+        if bad in results:
+            return bad, f"{results.count(bad)} of {len(results)} checks {bad}"
+    if not results:
+        return FAILED, "it reported nothing"
+    return (OK, "") if OK in results else (results[0], "")
+
+
 def milliseconds(run: Callable[[], object]) -> dict[str, float]:
     """The best of some runs after one to warm up: until the host has handed everything to the device, and on the device's clock."""
     import torch  # not for the runner

@@ -18,14 +18,25 @@ from gpu_sections import GROUPS, SECTIONS  # noqa: E402
 from gpu_sections.section import NEEDS_CARD, WHOLE, anonymous, read  # noqa: E402
 
 SLEEPER = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)"
-LONG = ("gain", "comfy", "vae", "memory", "compiled", "timing", "several", "faults", "nccl_ranks", "cuda_graphs")
+LONG = ("gain", "comfy", "vae", "memory", "compiled", "timing", "faults", "cuda_graphs")
 REHEARSED = [name for name in SECTIONS if SOAK or name not in LONG]
 """`make soak` and `make gpu-check GPU_CHECK_ARGS=--rehearse` have all of them."""
+REPORTS = """
+import sys
+from pathlib import Path
+sys.path += {paths}
+from gpu_sections.section import Section
+me = Path(__file__)
+Section(name=me.stem, path=me.with_name("results.jsonl")).add("a check", "{{}}")
+""".format(paths=[str(BENCHMARKS), str(ROOT / "tests")])
 CODES = {
     "raises": "raise RuntimeError('it went wrong')",
     "hangs": f"{SLEEPER}; import time; time.sleep(600)",
     "dies": "import os; os.abort()",
-    "is fine": "print('fine')",
+    "is fine": REPORTS.format("ok"),
+    "says that it failed": REPORTS.format("failed"),
+    "cannot": REPORTS.format("needs several GPUs"),
+    "says nothing": "print('fine')",
 }
 
 
@@ -39,13 +50,15 @@ def test_a_section_that_fails_or_hangs_does_not_stop_the_next(tmp_path):
     began = time.monotonic()
     assert not run(sections(tmp_path, 6.0, **CODES), tmp_path)
     assert time.monotonic() - began < 40
-    lines = {line["section"]: line for line in read(tmp_path / RESULTS)}
+    lines = {line["section"]: line for line in read(tmp_path / RESULTS) if line["check"] == WHOLE}
     assert {name: line["result"] for name, line in lines.items()} == {
-        "raises": "failed", "hangs": "timed out", "dies": "failed", "is fine": "ok"
+        "raises": "failed", "hangs": "timed out", "dies": "failed", "is fine": "ok", "says that it failed": "failed",
+        "cannot": "needs several GPUs", "says nothing": "failed",
     }  # fmt: skip
     assert "it went wrong" in lines["raises"]["reason"]
     assert "ended after 6 s" in lines["hangs"]["reason"]
     assert "SIGABRT" in lines["dies"]["reason"]
+    assert lines["says that it failed"]["reason"] == "1 of 1 checks failed"
     left = [process for process in psutil.process_iter(["cmdline"]) if "time.sleep(600)" in " ".join(process.info["cmdline"] or ())]
     assert left == []
     table = (tmp_path / TABLE).read_text()
