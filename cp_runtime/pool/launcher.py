@@ -25,6 +25,8 @@ log = logging.getLogger("context_parallel")
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "CCL_KVS_IFACE", "HCCL_SOCKET_IFNAME")
 # Variables that a launcher around ComfyUI may have left behind.
 _FOREIGN = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
+# Of the threads that compute on CPUs. Node packs set some for what they do themselves, when all ranks would compute on one thread.
+_THREADS = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "VECLIB_")
 
 
 def memory_file() -> FileIO:
@@ -73,7 +75,8 @@ def _temporary_folder() -> str:
 
 def child_environment(device_type: str, world_size: int) -> dict[str, str]:
     """Return the environment of a rank. The UI process's own is never written."""
-    env = {k: v for k, v in os.environ.items() if k not in _FOREIGN and not k.startswith("TORCHELASTIC_")}
+    env = {k: v for k, v in os.environ.items() if k not in _FOREIGN and not k.startswith(("TORCHELASTIC_", *_THREADS))}
+    env |= {k: v for k, v in system.environment_at_start().items() if k.startswith(_THREADS)}
     env |= dict.fromkeys(_INTERFACES, system.loopback())
     env["TORCHINDUCTOR_CACHE_DIR"] = _compiled_folder()
     env.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # in the rank itself: more would be processes that outlive it

@@ -310,6 +310,15 @@ def user() -> int:
     return os.getuid()
 
 
+def environment_at_start() -> dict[str, str]:
+    """Return the environment that this process was started with, without what it has set since."""
+    try:
+        entries = Path("/proc/self/environ").read_bytes().split(b"\0")
+    except OSError:
+        return dict(os.environ)
+    return {os.fsdecode(name): os.fsdecode(value) for name, separator, value in (e.partition(b"=") for e in entries) if separator}
+
+
 # GPUs
 
 

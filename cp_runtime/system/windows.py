@@ -37,6 +37,7 @@ _CREATE = subprocess.CREATE_NEW_PROCESS_GROUP | subprocess.CREATE_NO_WINDOW  # n
 _PROCESS_DUP_HANDLE, _SYNCHRONIZE, _SAME_ACCESS = 0x40, 0x100000, 2
 _KILL_ON_JOB_CLOSE, _EXTENDED_LIMITS = 0x2000, 9
 _WAIT_TIMEOUT = 258
+_ENVIRONMENT = dict(os.environ)
 _STORE = "context-parallel-store-"
 _MOST = 0x7FFFFFFF  # count of a semaphore
 _BEAT, _SILENT = 0.1, 2.0  # seconds between two looks for a message; without one, something holds the GIL
@@ -387,6 +388,11 @@ def keep_to(numbers: set[int]) -> None:
 def user() -> int:
     """Return what `os.stat` has for every file."""
     return 0
+
+
+def environment_at_start() -> dict[str, str]:
+    """Return that of the moment in which ComfyUI imported this pack: the system knows the current one only."""
+    return _ENVIRONMENT
 
 
 # GPUs

@@ -22,8 +22,9 @@ from playwright.sync_api import Page, expect, sync_playwright
 CHECKOUT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(CHECKOUT / "tests"), str(CHECKOUT / "benchmarks")]
 
-from browser.conftest import ARGUMENTS, CHROMIUM, SETTINGS  # noqa: E402
+from browser.conftest import ARGUMENTS, SETTINGS  # noqa: E402
 from digits import graphs  # noqa: E402
+from support.chromium import CHROMIUM  # noqa: E402
 
 TARGET = CHECKOUT / "docs" / "images" / "before-after.webp"
 COMMAND = "ContextParallel.UseAllGPUs"

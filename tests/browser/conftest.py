@@ -18,10 +18,9 @@ import pytest
 from PIL import Image
 from playwright.sync_api import Browser, BrowserContext, Locator, Page, Route, expect, sync_playwright
 from playwright.sync_api import TimeoutError as PlaywrightTimeout
+from support.chromium import CHROMIUM, MISSING
 from support.server import CHECKOUT, CUSTOM_NODES, GGUF_NODES, ComfyServer
 
-NAMES = ("chromium", "chromium-browser", "google-chrome")
-CHROMIUM = os.environ.get("CP_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
 KEEP = os.environ.get("CP_SCREENSHOTS", "") == "1"
 PIXELS = 1024 if KEEP else 512  # pixels of what is sampled: pictures show what two processes gain of a large one
 ARGUMENTS = [
@@ -63,7 +62,7 @@ document.addEventListener('DOMContentLoaded', () => {
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
     if CHROMIUM is None:
-        pytest.skip("no Chromium: apt-get install chromium, or set CP_CHROMIUM")
+        pytest.skip(MISSING)
     expect.set_options(timeout=30_000)
     with sync_playwright() as playwright:
         running = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)

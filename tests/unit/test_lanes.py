@@ -21,6 +21,20 @@ def files_of(job, jobs):
     return [name for name in names if name not in left_out]
 
 
+@pytest.mark.parametrize(
+    ("failed", "had_browser", "in_ci", "line", "status"),
+    [
+        ([], True, True, "all passed", 0),
+        ([], False, False, "all passed, but the tests in a browser did not run (no Chromium: ", 0),
+        ([], False, True, "FAILED: the tests in a browser did not run (no Chromium: ", 1),
+        (["unit", "lint"], False, False, "FAILED: unit, lint", 1),
+    ],
+)
+def test_the_last_line_says_what_did_not_run(lanes, failed, had_browser, in_ci, line, status):
+    said, code = lanes.ending(failed, had_browser, in_ci)
+    assert (said.startswith(line), code) == (True, status)
+
+
 def test_every_file_of_tests_is_in_one_job(lanes):
     run = [name for job in lanes.JOBS if not job.environment for name in files_of(job, lanes.JOBS)]
     assert sorted(run) == sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py"))

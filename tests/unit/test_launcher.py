@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from support.package import ROOT
 from torch._inductor.runtime import cache_dir_utils
 
 from cp_runtime.errors import PoolError
@@ -48,6 +49,27 @@ def run(options, *command):
 def test_ranks_inherit_the_options_of_the_interpreter(options):
     inherited = run(options, "-c", OPTIONS)
     assert run(inherited, "-c", SEEN) == run(options, "-c", SEEN)
+
+
+THREADS = """
+import json, os, sys
+sys.path[:0] = {paths}
+from support.package import load_package
+load_package()
+from cp_runtime.pool.launcher import child_environment
+os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", OWN="1")
+print(json.dumps(child_environment("cpu", 1)))
+""".format(paths=[str(ROOT / "tests")])
+
+
+@pytest.mark.parametrize("given", [{}, {"OMP_NUM_THREADS": "3"}], ids=["none", "the user's"])
+def test_ranks_compute_on_the_threads_that_the_user_chose(given):
+    """And not on those that a node pack has chosen for itself in ComfyUI's process."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "MKL_"))} | given
+    done = subprocess.run([sys.executable, "-c", THREADS], env=env, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)
+    assert found["OMP_NUM_THREADS"] == given.get("OMP_NUM_THREADS", str(os.cpu_count()))
+    assert ("MKL_NUM_THREADS" in found, found["OWN"]) == (False, "1")
 
 
 LACKING = [
