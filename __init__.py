@@ -9,7 +9,7 @@ from .cp_runtime.comfy.ui.recipes import watch_loaders, watch_node_loaders
 from .cp_runtime.comfy.ui.runtime import add_if_asked, import_ahead
 from .cp_runtime.comfy.ui.server import add_routes, start_events
 from .cp_runtime.comfy.ui.stock_loads import watch_stock_loads
-from .nodes import NODES
+from .nodes import NODES, SHARING
 
 WEB_DIRECTORY = "./web"
 
@@ -24,7 +24,7 @@ class ContextParallelExtension(ComfyExtension):
         if server is not None:  # none where ComfyUI's nodes run without its server
             add_routes(server)
             server.add_on_prompt_handler(watch_node_loaders)
-            server.add_on_prompt_handler(partial(import_ahead, {node.__name__ for node in NODES}))
+            server.add_on_prompt_handler(partial(import_ahead, {node.__name__ for node in SHARING}))
             start_events(server)
             add_if_asked()
 

@@ -7,4 +7,6 @@ from .report import CPReport
 from .sampler import CPSampler
 from .vae import CPVAEDecode, CPVAEEncode
 
+SHARING = [ApplyContextParallel, CPSampler, CPVAEDecode, CPVAEEncode]
+"""Those that need ranks."""
 NODES = [CPConfig, ApplyContextParallel, CPSampler, CPReport, CPPipeFusion, CPVAEDecode, CPVAEEncode]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import re
 import threading
 import time
@@ -18,10 +20,14 @@ from ..pool.protocol import decode
 from ..timing.times import Times
 from .run_stats import CallRecord, Node, RunStats, Speed
 
+log = logging.getLogger("context_parallel")
+
 ERRORS = 10  # errors in the journal
 SMALL = 0.05  # part of the time of runs that an unrequested measurement may take
-# Folders of a path, up to its last slash. Their names may hold spaces.
-_FOLDERS = re.compile(r"(?<![\w/.])/(?:[^\s/]+(?: [^\s/]+)*/)+")
+# Folders of a path, up to its last slash, or backslash behind a drive or a computer's name. Their names may hold spaces.
+_FOLDERS = re.compile(
+    r"(?<![\w/.])/(?:[^\s/]+(?: [^\s/]+)*/)+" r"|(?:\b[A-Za-z]:|(?<![\w\\])\\)[\\/](?:[^\s\\/:]+(?: [^\s\\/:]+)*[\\/])+"
+)
 
 
 @dataclass(frozen=True)
@@ -121,8 +127,10 @@ class Journal:
     def measured(self, obstacle: str = "", difference: float | None = None) -> None:
         """Record that a call ran on one device, by choice, or was repeated there. `obstacle`: why it could not, of OBSTACLES;
         `difference`: of the result from that on the ranks."""
-        if difference is not None:
+        if difference is not None and math.isfinite(difference):  # the status is JSON, which has no other numbers
             self.run.difference = difference
+        elif difference is not None:
+            log.warning("the result of the measured call differs by %s from that on one device", difference)
         self.measuring, self._obstacle = False, (self.run.kind, obstacle)
 
     def is_worth_measuring(self, record: CallRecord) -> bool:

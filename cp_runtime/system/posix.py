@@ -424,11 +424,22 @@ class Process:
 
     @property
     def has_ended(self) -> bool:
+        """Whether its parent can know it, too. The first thread of a killed process has ended long before its memory is freed, by
+        the last one."""
         try:
             with open(os.open("stat", os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._folder), "rb") as file:
-                return file.read().rpartition(b") ")[2][:1] in b"ZX"
+                first_has = file.read().rpartition(b") ")[2][:1] in b"ZX"
+            return first_has and self._threads == 1
         except (FileNotFoundError, ProcessLookupError):
             return True
+
+    @property
+    def _threads(self) -> int:
+        folder = os.open("task", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._folder)
+        try:
+            return len(os.listdir(folder))
+        finally:
+            os.close(folder)
 
     def __del__(self) -> None:
         if hasattr(self, "_folder"):

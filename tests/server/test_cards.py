@@ -63,6 +63,9 @@ def test_what_ranks_import_is_imported_while_a_prompt_loads(card_server):
         return [each.pid for each in descendants(card_server.pid) if each.name() == "cp-waiting"]
 
     latent(card_server, flux_prompt())
+    latent(card_server, flux_prompt(cp={"world_size": 1}))
+    report = {"report": {"class_type": "CPReport", "inputs": {"report": "{}"}}}
+    card_server.run(flux_prompt() | report)
     assert waiting() == []
     whole = flux_prompt(cp={})
     loads = {name: whole[name] for name in ("cp_config", "loader", "cp_apply")}

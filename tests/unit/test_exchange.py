@@ -5,6 +5,7 @@ import mmap
 import os
 import random
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -227,6 +228,32 @@ def child():
     process.wait()
 
 
+LARGE = """
+import mmap, threading, time
+memory = mmap.mmap(-1, 512 << 20)
+for page in range(0, len(memory), 4096):
+    memory[page] = 1
+for _ in range(6):
+    threading.Thread(target=time.sleep, args=(100,), daemon=True).start()
+print("ready", flush=True)
+time.sleep(100)
+"""
+
+
+def test_a_process_ends_for_its_peers_no_sooner_than_for_its_parent():
+    """Of a killed one with threads, the first has ended while the others free its memory."""
+    with subprocess.Popen([sys.executable, "-c", LARGE], stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        seen = system.Process(process.pid)
+        assert not seen.has_ended
+        process.kill()
+        while not seen.has_ended:
+            time.sleep(0.001)
+        assert os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        assert process.wait() == -signal.SIGKILL
+        assert seen.has_ended
+
+
 @pytest.mark.parametrize("told", [0, 2])
 @pytest.mark.parametrize("reaped", [True, False])
 def test_a_rank_that_ends_ends_the_wait_for_it(child, reaped, told):
@@ -332,13 +359,15 @@ def test_only_the_memory_that_is_meant_is_opened(tmp_path):
     assert exchange._open([0] * 5, 2, signals) is None
 
 
-@pytest.mark.parametrize("lacks", ["sem_clockwait", "memfd_create", "room"])
+@pytest.mark.parametrize("lacks", ["sem_clockwait", "memfd_create", "room", "home"])
 def test_without_what_it_takes_there_is_no_exchange(monkeypatch, lacks):
     def no_room(*_):
         raise OSError("no space left")
 
     function = posix._function
-    if lacks == "room":
+    if lacks == "home":
+        monkeypatch.setattr(os, "readlink", no_room)  # as where /proc is hidden
+    elif lacks == "room":
         monkeypatch.setattr(os, "posix_fallocate", no_room)
     elif lacks == "memfd_create":
         monkeypatch.delattr(os, lacks)

@@ -1,5 +1,6 @@
 """What the status and reports are made of: sums instead of lists, and messages that anyone may read."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -134,6 +135,14 @@ def test_the_repetition_of_a_call_is_no_part_of_its_run(journal, file, monkeypat
     assert again.alone == (6.5,)
 
 
+@pytest.mark.parametrize("difference", [math.nan, math.inf])
+def test_a_difference_that_is_no_number_stays_out_of_the_status(journal, difference):
+    """JSON has none, so that a panel would get no status at all. As from latents with NaN."""
+    journal.run = a_run("flux")
+    journal.measured(difference=difference)
+    assert journal.run.difference is None
+
+
 def test_what_cannot_be_measured_says_why_until_another_kind_runs(journal):
     for key in ("flux", "wan"):
         journal.run = a_run(key)
@@ -265,6 +274,9 @@ def test_errors_are_kept_when_they_are_over(journal):
         (PoolTimeout("Stacks: /tmp/context parallel/stacks.txt. Raise it."), "Stacks: stacks.txt. Raise it."),
         (MirrorError("the model file '/mnt/My Models/sub/x.safetensors' is gone"), "the model file 'x.safetensors' is gone"),
         (MirrorError("speed is 3 steps/s, see https://example.com/a/b"), "speed is 3 steps/s, see https://example.com/a/b"),
+        (MirrorError(r"the model file 'C:\Users\bob\My Models\x.safetensors' is gone"), "the model file 'x.safetensors' is gone"),
+        (MirrorError(r"no \\server\share\x.safetensors, nor D:/models/y.gguf"), "no x.safetensors, nor y.gguf"),
+        (MirrorError(r"a pattern \d+ of block: 3\4"), r"a pattern \d+ of block: 3\4"),
         (KeyError(0), "KeyError: 0"),
     ],
 )

@@ -54,6 +54,7 @@ PRELOAD = (
 """What ComfyUI's code in a rank imports of other packages: nine tenths of its time. ComfyUI itself looks at its device when it is
 imported, so every rank does that on its own, unless the device is the CPU."""
 PRELOAD_CPU = (*PRELOAD, "cp_runtime.comfy.rank.preload")
+CONFIG = "CPConfig"  # the node
 MACHINES = "CP_MACHINES"  # environment variable with the address and port to listen on for other machines
 
 
@@ -199,12 +200,14 @@ def worker_site() -> WorkerSite:
 
 
 def import_ahead(nodes: Set[str], prompt: Any) -> Any:
-    """Start the ranks' processes if there are several accelerators, and no ranks, and a prompt has one of these nodes; return
-    `prompt` as it is. They import for seconds, which the prompt spends on its text encoder. ComfyUI calls this before it queues
-    one."""
+    """Start the ranks' processes if there are several accelerators, and no ranks, and a prompt has one of these nodes, not all for
+    one device; return `prompt` as it is. They import for seconds, which the prompt spends on its text encoder. ComfyUI calls this
+    before it queues one."""
     graph = prompt.get("prompt")
-    entries = graph.values() if isinstance(graph, dict) else ()
-    ours = any(isinstance(entry, dict) and entry.get("class_type") in nodes for entry in entries)
+    entries = [entry for entry in graph.values() if isinstance(entry, dict)] if isinstance(graph, dict) else []
+    configs = [entry.get("inputs") for entry in entries if entry.get("class_type") == CONFIG]
+    alone = bool(configs) and all(isinstance(inputs, dict) and inputs.get("world_size") == 1 for inputs in configs)
+    ours = any(entry.get("class_type") in nodes for entry in entries) and not alone
     if ours and not CONTROLLER.in_use and (inventory := device_inventory()).count > 1:
         with contextlib.suppress(OSError, RuntimeError):  # as the ranks will say
             WAITING.start(worker_site(), child_environment(inventory.type, inventory.count), inventory.count)

@@ -375,6 +375,7 @@ def connect(group: dist.ProcessGroup) -> Exchange | None:
 def _make(size: int) -> tuple[Segment, Signals] | None:
     """Make this rank's segment, ready for messages; None: this system lacks what that takes."""
     try:
+        system.home()  # by which ranks tell whether they share memory
         signals = Signals()
         return Segment(size, signals), signals
     except (AttributeError, OSError):
