@@ -47,7 +47,7 @@ class Fault:
 FAULTS = {
     "SIGKILL in a call": Fault("kill", 5, ("rank 1", "SIGKILL")),
     "an error on one rank": Fault("error", 5, ("rank 1", "injected")),
-    "a hang": Fault("sleep", STEP_TIMEOUT + 5, ("rank 1", "within")),
+    "a hang": Fault("sleep", STEP_TIMEOUT + 5, ("rank 1", "timed out")),
     # Room is made, and the call tried once more.
     "out of device memory, until room is made": Fault("device memory", 20),
     "out of device memory": Fault("device memory", 20, ("rank 1", "OutOfMemory"), times=2),
