@@ -95,8 +95,7 @@ def multiplies_nvfp4(device: str) -> bool:
     if "/" in device:
         return True
     named = torch.device(device)
-    visible = torch.cuda.device_count() if named.type == "cuda" else 0
-    if named.type == "cuda" and (named.index or 0) >= visible:  # hidden
+    if named.type == "cuda" and (visible := torch.cuda.device_count()) <= (named.index or 0) < len(cuda_gpus(visible)):  # hidden
         return cuda_gpus(visible)[named.index].capability >= (10, 0)
     return bool(comfy.model_management.supports_nvfp4_compute(named))
 
