@@ -170,8 +170,8 @@ class OnOneDevice:
 
 
 class ModuleGuard:
-    """Hook in front of every module below a transformer's root, while the weights are on the ranks: none of these modules may
-    compute here, where weights are as in the file, without patches.
+    """Hook in front of every module below a transformer's root, while the weights are on the ranks: in a sampling run none of these
+    modules may compute here, where weights are as in the file, without patches.
 
     It refuses whatever runs the model past the intercepted forward: a node that replaces the innermost forward for a call, or
     calls blocks or embedders itself.
@@ -185,8 +185,8 @@ class ModuleGuard:
 
     def __call__(self, module: nn.Module, _: Any) -> None:
         base, owner = self.base(), self.owner()
-        if self.is_lifted or base is None or not on_ranks(base):
-            return
+        if self.is_lifted or base is None or not on_ranks(base) or base.current_patcher is None:
+            return  # ComfyUI notes the patcher for the time of a run; before, nodes compute with weights as they are in stock
         network = base.diffusion_model
         path = next((path for path, each in network.named_modules() if each is module), type(module).__name__)
         error = computes_here(path, type(network).__name__)
