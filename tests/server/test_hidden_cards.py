@@ -10,6 +10,7 @@ from support.server import ComfyServer
 
 CARDS = stand_in.Cards(kinds=("RTX 5090", "RTX 4090"))
 TWO = {"devices": "cuda:0, cuda:1"}
+BOUNDS = {"float": 2e-4, "fp8": 1e-2}  # a last bit decides between two neighbouring values of 8 bits, now and then
 FILES = {"float": {}, "fp8": {"ckpt": "flux_fp8"}}
 
 
@@ -31,7 +32,7 @@ def test_both_compute(file, cp, blind_server):
     expected = blind_server.sample_once(flux_prompt(**FILES[file]))
     out = blind_server.sample(flux_prompt(cp=cp, **FILES[file]))
     assert [rank["device"] for rank in blind_server.status()["ranks"]] == ["cuda:0", "cuda:1"]
-    assert_close(out.float(), expected.float())
+    assert_close(out.float(), expected.float(), BOUNDS[file])
 
 
 def test_both_cast_what_one_cannot_multiply(blind_server):
