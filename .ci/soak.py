@@ -34,7 +34,7 @@ TESTS = [
 # Where `make test` leaves cases out, because others run the same code: `support.faults.SOAK`, and the mark `soak`.
 AT_FULL_LENGTH = [
     *(f"tests/server/test_{name}.py" for name in ("accelerators", "cards", "compiled", "families", "gguf", "host_memory")),
-    *(f"tests/server/test_{name}.py" for name in ("next_comfyui", "nodes", "patches", "quantised", "vae")),
+    *(f"tests/server/test_{name}.py" for name in ("every_change", "next_comfyui", "nodes", "patches", "quantised", "vae")),
     *(f"tests/ranks/api/test_{name}.py" for name in ("api", "diffusers")),
     *(f"tests/ranks/families/test_{name}.py" for name in ("cards", "compiled", "families", "graphs", "stages")),
     "tests/ranks/attention/test_attention.py",

@@ -12,11 +12,28 @@ from torch import Tensor, nn
 from ..engine.compiled import CompileSettings
 from ..engine.cost import CallWork
 from ..nested import tensors
-from ..pool.messages import Load, Loaded
+from ..pool.messages import Describe, Described, Load, Loaded
 from ..pool.protocol import TensorPacker
 from ..timing.prediction import guess
 from ..timing.times import kind_of, remember
 from .placement import Demand
+
+
+@dataclass(frozen=True, kw_only=True)
+class Code:
+    """Code that takes part in a call besides the model's.
+
+    Args:
+        roots: classes and functions, by name.
+        packs: paths of node packs that have some of it.
+        digest: of it in this process.
+        compare: with that of the ranks; raises UnsupportedError where they differ.
+    """
+
+    roots: tuple[str, ...]
+    packs: tuple[str, ...]
+    digest: str
+    compare: Callable[[Sequence[Described]], None]
 
 
 class ModelState(Protocol):
@@ -38,11 +55,23 @@ class ModelState(Protocol):
     def name(self) -> str:
         """Its file, as ComfyUI's loaders show it."""
 
+    @property
+    def loader_code(self) -> Code | None:
+        """Code by which the ranks load it, besides their own."""
+
     def request(self, placement: str, device_bytes: int) -> tuple[Load, TensorPacker]:
         """Return the load request and the tensors of its weight patches. `device_bytes`: of weights on each rank's device."""
 
-    def verify(self, request: Load, payload: Tensor, loaded: Sequence[Loaded], pids: Sequence[int]) -> None:
-        """Compare it with the ranks' reports and the request's tensors. Raises MirrorError naming rank and both values."""
+    def verify(
+        self,
+        request: Load,
+        payload: Tensor,
+        loaded: Sequence[Loaded],
+        pids: Sequence[int],
+        ask: Callable[[Describe], Sequence[Described]],
+    ) -> None:
+        """Compare it with the ranks' reports and the request's tensors. `ask`: the ranks, for more. Raises MirrorError naming rank
+        and both values, UnsupportedError where code in this process has changed it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +87,7 @@ class ModelCall:
     mixes_batch: bool = False  # another node's patch needs all items of the batch
     all_tokens: bool = False  # its attention needs all tokens of a head at once
     networks: Mapping[str, nn.Module] = field(default_factory=dict)  # networks of patches in the arguments, by key
+    code: Code | None = None  # of patches in the arguments
     memory_scale: float = 1.0  # expected memory of the call / ComfyUI's estimate for the latent
     compile: CompileSettings | None = None  # of the model's blocks; None = uncompiled
     sampling: bool = True  # part of a sampling run, unlike the calls of a VAE

@@ -103,6 +103,7 @@ class Controller:
 
         def run(call: ModelCall) -> tuple[Any, CallRecord]:
             workers = self._loaded(config, target, cancelled)
+            workers.models.compare_code(call.code, cancelled)
             workers.models.attach_networks(call, cancelled)
             return workers.call(config, target, call, node, self.journal.run, cancelled)
 

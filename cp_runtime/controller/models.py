@@ -7,6 +7,7 @@ import logging
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -14,12 +15,12 @@ from torch import nn
 from ..errors import ContextParallelError, RankOutOfMemory
 from ..pool.channel import SharedBlock
 from ..pool.config import RuntimeConfig
-from ..pool.messages import AttachNetwork, Available, Drop, MakeRoom
+from ..pool.messages import AttachNetwork, Available, Describe, Drop, MakeRoom
 from ..pool.protocol import TensorPacker, flatten
 from ..pool.settings import OFFLOADED, PLACEMENTS, SHARDED, STAGED, WHOLE
 from ..pool.tensor_cache import CallEncoder
 from ..pool.worker_pool import WorkerPool
-from .calls import ModelCall, ModelState
+from .calls import Code, ModelCall, ModelState
 from .placement import GB, Choice, Resident, Shortages, asked_of, choose, held_parts, next_smaller
 from .run_stats import unit_of
 
@@ -49,6 +50,7 @@ class Models:
         self._pool, self._shortages, self._on_change = pool, shortages, on_change
         self.resident: dict[str, Resident] = {}
         self._formats: tuple[str, ...] | None = None
+        self._compared: set[tuple[tuple[str, ...], str]] = set()
         self._networks: dict[str, weakref.ref[nn.Module]] = {}  # by key
 
     @property
@@ -145,6 +147,7 @@ class Models:
             # The same weights with the same placement: only the settings behind the choice are new.
             resident.choice, resident.asked, resident.call_bytes = choice, asked_of(config), target.demand.call
             return
+        self.compare_code(target.loader_code, cancelled)
         held = target.demand.on_device(choice.placement, self._pool.world_size, stages)
         request, packer = target.request(choice.placement, held)
         formats, travelled = self._common_formats(cancelled), any(self._pool.config.machines)
@@ -158,7 +161,8 @@ class Models:
                     packer.write(memory.view(packer.nbytes))
                 request = replace(request, memory=memory.address)
                 replies = self._pool.request(request, cancelled=cancelled)
-                target.verify(request, memory.view(memory.size), replies, self._pool.pids)  # all of it, as ranks see it
+                whole = memory.view(memory.size)  # all of it, as ranks see it
+                target.verify(request, whole, replies, self._pool.pids, partial(self._pool.request, cancelled=cancelled))
         except BaseException as error:
             if isinstance(error, RankOutOfMemory):
                 self._shortages.note(self._pool.config.devices, target.key, choice.placement)
@@ -207,6 +211,13 @@ class Models:
                 raise
             self._pool.trim()
             self._networks[key] = weakref.ref(call.networks[key])
+
+    def compare_code(self, used: Code | None, cancelled: Callable[[], bool]) -> None:
+        """Compare code with that of the ranks, once."""
+        if used is None or (used.roots, used.digest) in self._compared:
+            return
+        used.compare(self._pool.request(Describe(key="", roots=used.roots, packs=used.packs), cancelled=cancelled))
+        self._compared.add((used.roots, used.digest))
 
     def unload(self, key: str) -> None:
         """Make the ranks drop a model, all networks, and their cached conditioning."""

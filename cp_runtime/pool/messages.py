@@ -114,9 +114,21 @@ class Loaded(Report):
     cast_dtype: str
     formats: tuple[str, ...]  # quantised ones that the device multiplies in
     samples: dict[str, str]  # of its weights, by name
-    layers: str  # of a model that a loader of a node pack made
+    code: str  # hashes of what it computes with, of what its modules hold, and of the numbers there: `comfy.shared`
+    state: str
+    contents: str
     bytes: int  # of its weights
     seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Described(Report):
+    """What a rank computes with."""
+
+    code: dict[str, str]  # hashes by name
+    held: dict[str, dict[str, str]]  # of a model: `comfy.shared.state.State`
+    contents: dict[str, str]
+    failed: dict[str, str]  # node packs whose import has ended with an error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,6 +284,8 @@ class Load(Request[Loaded]):
     device_bytes: int = 0  # of weights that one rank keeps on its device
     stages: int = 1  # of the model, where it is staged
     formats: tuple[str, ...] = ()  # quantised ones that the devices of all ranks multiply in
+    roots: tuple[str, ...] = ()  # classes and functions that compute with it, besides its own: by name
+    packs: tuple[str, ...] = ()  # paths of node packs to import first
     memory: tuple[int, int] = (0, 0)  # where the tensors of the patches lie: a process id, and a descriptor there
     travelled: bool = False  # they cross a network: all their bytes are compared, and not samples
 
@@ -305,6 +319,16 @@ class AttachNetwork(Request[Done]):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Describe(Request[Described]):
+    """Say what some code, and a model, is made of."""
+
+    report: ClassVar[type[Any]] = Described
+    key: str  # of a model; "" = none
+    roots: tuple[str, ...]  # classes and functions by name, besides those of the model
+    packs: tuple[str, ...]  # paths of node packs to import first
+
+
+@dataclass(frozen=True, kw_only=True)
 class Drop(Request[Done]):
     """Forget models and networks, and all tensors of calls."""
 
@@ -331,8 +355,9 @@ class Available(Request[Room]):
 KINDS: dict[str, type[Message]] = {
     kind.__name__: kind
     for kind in (
-        Import, Connect, Probe, Compare, Measure, Shutdown, Cancel, Echo, Load, Call, AttachNetwork, Drop, MakeRoom, Available,
-        Done, Cancelled, Failure, Compared, Ready, Value, Loaded, Room, CallReport,
+        Import, Connect, Probe, Compare, Measure, Shutdown, Cancel, Echo, Load, Call, AttachNetwork, Describe, Drop, MakeRoom,
+        Available,
+        Done, Cancelled, Failure, Compared, Ready, Value, Loaded, Described, Room, CallReport,
     )
 }  # fmt: skip
 MAX_HEADER = 64 << 20  # bytes of a message without its tensors

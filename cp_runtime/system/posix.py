@@ -104,6 +104,26 @@ def store_file() -> Iterator[int]:
 def map_ranges(path: str, unwritten: bool) -> list[tuple[int, int]]:
     """Return (first address, address after the last) of where this process has mapped a file. `unwritten`: only those without a
     page that this process has written to, and has to itself since.
+    """
+    return [(start, stop) for start, stop, _ in _mappings(path) if not (unwritten and _written_pages(start, stop))]
+
+
+def written_ranges(path: str) -> list[tuple[int, int, int]]:
+    """Return (first address, address after the last, place in the file) of the pages of a mapped file that this process has written
+    to. What it wrote may be what was there."""
+    found: list[tuple[int, int, int]] = []
+    for start, stop, place in _mappings(path):
+        for number in _written_pages(start, stop):
+            at = start + number * mmap.PAGESIZE
+            if found and found[-1][1] == at:
+                found[-1] = found[-1][0], at + mmap.PAGESIZE, found[-1][2]
+            else:
+                found.append((at, at + mmap.PAGESIZE, place + number * mmap.PAGESIZE))
+    return found
+
+
+def _mappings(path: str) -> list[tuple[int, int, int]]:
+    """Return (first address, address after the last, place in the file) of where this process has mapped a file.
 
     Device and inode come from a page mapped for this purpose: on some file systems `stat` reports others than the kernel.
     """
@@ -114,21 +134,27 @@ def map_ranges(path: str, unwritten: bool) -> list[tuple[int, int]]:
         found = [entry.split(maxsplit=5) for entry in entries]
     spans = [(int(start, 16), int(stop, 16)) for start, stop in (words[0].split("-") for words in found)]
     ours = next(words[3:5] for (start, stop), words in zip(spans, found, strict=True) if start <= at < stop)
-    files = [span for span, words in zip(spans, found, strict=True) if words[3:5] == ours]
-    return [span for span in files if not _was_written(span)] if unwritten else files
+    return [(*span, int(words[2], 16)) for span, words in zip(spans, found, strict=True) if words[3:5] == ours]
 
 
 # Of the last of the eight bytes that pagemap has for a page: https://docs.kernel.org/admin-guide/mm/pagemap.html
 _PRESENT, _SWAPPED, _SHARED = 1 << 7, 1 << 6, 1 << 5
 
 
-def _was_written(span: tuple[int, int]) -> bool:
-    """Return whether a page of these addresses, at which a file is mapped, is no longer the file's."""
-    start, stop = (address // mmap.PAGESIZE * 8 for address in span)
+_IS_OWN = bytes(kind & _SWAPPED > 0 or kind & (_PRESENT | _SHARED) == _PRESENT for kind in range(256))
+
+
+def _written_pages(start: int, stop: int) -> list[int]:
+    """Return the numbers of pages of these addresses, at which a file is mapped, that are no longer the file's."""
+    first, after = start // mmap.PAGESIZE * 8, stop // mmap.PAGESIZE * 8
     with open("/proc/self/pagemap", "rb") as entries:
-        entries.seek(start)
-        kinds = set(entries.read(stop - start)[7::8])
-    return any(kind & _SWAPPED or kind & (_PRESENT | _SHARED) == _PRESENT for kind in kinds)
+        entries.seek(first)
+        own = entries.read(after - first)[7::8].translate(_IS_OWN)
+    found, at = [], own.find(1)
+    while at >= 0:
+        found.append(at)
+        at = own.find(1, at + 1)
+    return found
 
 
 def release_pages(begin: int, end: int) -> None:

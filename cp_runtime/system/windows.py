@@ -171,6 +171,11 @@ def store_file() -> Iterator[int]:
 SHARES_PAGES = False  # a write would end ComfyUI
 
 
+def written_ranges(path: str) -> list[tuple[int, int, int]]:
+    """Return nothing: the system does not tell."""
+    return []
+
+
 def map_ranges(path: str, unwritten: bool) -> list[tuple[int, int]]:
     """Return nothing: the system does not say, and pages of a file that is mapped for reading are its own to drop."""
     return []

@@ -28,7 +28,7 @@ FORBIDDEN_METHODS = {
 # Code by name, each with its reason.
 DYNAMIC_IMPORTS = {
     ("cp_runtime/comfy/shared/modules.py", "find"): "callers let names in PACKAGES and MIRRORED through, and no others",
-    ("cp_runtime/comfy/rank/factory.py", "_imported"): "a file of a node pack, by the digest of what ComfyUI has",
+    ("cp_runtime/comfy/rank/factory.py", "_module"): "a file of a node pack that ComfyUI has imported",
     ("cp_runtime/engine/attention/kernels.py", "installed"): "callers pass literals, or a name of SAGE_MODES",
     ("cp_runtime/families/__init__.py", ""): "the files of its own folder",
     ("cp_runtime/machines/join.py", "module"): "this package itself, and literals",

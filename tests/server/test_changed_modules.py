@@ -23,20 +23,20 @@ def of(name):
 
 MODELS = {"flux": of("flux"), "wan_t2v": of("wan_t2v"), "sd15": of("sd15"), "ace_step": of("ace_step")}
 BEFORE = {
-    ("flux", "activation"): r"a node changed \w+ of double_blocks\.0\.\S+,",
-    ("flux", "pruned"): r"a node changed 1 of double_blocks,",
+    ("flux", "activation"): r"a node changed the class of double_blocks\.0\.\S+, now ReLU,",
+    ("flux", "pruned"): r"a node changed its modules or their order of double_blocks,",
     ("wan_t2v", "eps"): "a node changed eps of ",
     ("flux", "call"): r"a node changed _call_impl of double_blocks\.0\.\S+,",
     ("flux", "parametrized"): r"a node changed the class of double_blocks\.0\.\S+, now Parametrized",
     ("ace_step", "buffer"): r"a node changed buffer \w+ of \S+,",
     ("sd15", "padding"): r"a node changed padding_mode of \S+,",
     ("sd15", "method"): r"a node changed _conv_forward of \S+,",
-    ("flux", "hook_of_all"): "a node changed a hook on all modules,",
+    ("flux", "hook_of_all"): "a node changed its hooks of all modules of the model,",
 }
 WHILE = {
-    ("flux", "hook"): r"a node changed hooks of double_blocks\.0,",
+    ("flux", "hook"): r"a node changed its hooks of double_blocks\.0,",
     ("wan_t2v", "forward"): r"a node changed forward of blocks\.0,",
-    ("wan_t2v", "pruned"): r"a node changed \d of blocks,",
+    ("wan_t2v", "pruned"): r"a node changed its modules or their order of blocks,",
     ("sd15", "padding"): r"a node changed padding_mode of \S+,",
 }
 OF_A_VAE = {

@@ -301,14 +301,14 @@ CHANGED = {"class_of_a_network": "SigLIPMultiFeatProjModel.forward", "class_of_a
 def test_classes_of_a_patch_that_a_pack_changed(server):
     """The ranks import them as they are, as they do the model's."""
     case = MIRRORED["USOStyleReference"]
-    try:
-        for kind, method in CHANGED.items():
-            nodes = [(case.node, case.inputs), ("TestPatch", {"kind": kind})]
-            prompt = completed(case.graph(cp={"world_size": 2}, model_nodes=nodes, others=case.others), server)
-            said = server.fails(prompt, "the node pack context-parallel-test-nodes replaced", "Disable that node pack")
+    for kind, method in CHANGED.items():
+        nodes = [(case.node, case.inputs), ("TestPatch", {"kind": kind})]
+        prompt = completed(case.graph(cp={"world_size": 2}, model_nodes=nodes, others=case.others), server)
+        try:
+            said = server.fails(prompt, "the node pack context-parallel-test-nodes replaced", "Disable that pack")
             assert f"nodes_model_patch.{method}" in said.exception_message
-    finally:
-        server.run(flux_prompt(model_nodes=[("TestPatch", {"kind": "class_restored"})])).check()
+        finally:
+            server.run(flux_prompt(model_nodes=[("TestPatch", {"kind": "class_restored"})])).check()
     assert_stock(server, case.at("model_nodes"), {"world_size": 2})
 
 

@@ -314,7 +314,7 @@ class ComfyServer:
         error = self.run(prompt, timeout).error
         assert error is not None, f"no error; expected one with {words}"
         for each in words:
-            assert each in error.exception_message
+            assert each in error.exception_message, error.exception_message
         return error
 
     def failed_at(self, prompt_id: str) -> tuple[float, str]:

@@ -1,16 +1,13 @@
 """Calls the function of a node pack by which ComfyUI loaded a model.
 
-It runs from the user's file in ComfyUI's folder of node packs, the same one that ComfyUI's process has imported. Only that file and
-its imports are imported, not the `__init__.py` of its pack, which registers nodes and routes with a server that a rank does not
-have.
+It runs from the user's file in ComfyUI's folder of node packs, the same one that ComfyUI's process has imported (`packs`).
 """
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import inspect
 import os
-import sys
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -20,16 +17,14 @@ import folder_paths
 
 from ...errors import MirrorError, ProtocolError
 from ...pool.protocol import unflatten
-from ..shared.recipe import NODE_LOADERS, REMEDY, Factory, file_stamp
+from ..shared.recipe import NODE_LOADERS, REMEDY, Factory
+from .packs import FAILED, import_packs
 
 
 def call_factory(factory: Factory) -> Any:
-    """Return the function's ModelPatcher. Raises MirrorError if a file of the pack differs from ComfyUI's or needs a server."""
-    for path, stamp in factory.sources:
-        if file_stamp(path) != stamp:
-            raise MirrorError(f"{path} changed on disk after ComfyUI had imported it. Restart ComfyUI.")
+    """Return the function's ModelPatcher. Raises MirrorError if the pack cannot be imported, or has no such function."""
     name, _, method = factory.function.partition(".")
-    function = vars(_imported(factory.file, factory.folder)).get(name)
+    function = vars(_module(factory.file, factory.folder)).get(name)
     if factory.node in NODE_LOADERS and isinstance(function, type) and method == getattr(function, "FUNCTION", None):
         return _call_node(function, method, factory)
     if not isinstance(function, FunctionType):
@@ -66,29 +61,15 @@ def _no_tensor(leaf: Any) -> Any:
     raise ProtocolError(f"a tensor: {str(leaf)[:80]}")
 
 
-def _imported(file: str, folder: str) -> ModuleType:
-    """Return the module of a file in a node pack, under ComfyUI's name for it; import it if necessary."""
+def _module(file: str, folder: str) -> ModuleType:
+    """Return the module of a file in a node pack, which this rank has imported. Raises MirrorError: it could not."""
     pack, *packages = Path(file).with_suffix("").relative_to(folder).parts
-    path = Path(folder) / pack
-    name = str(path).replace(".", "_x_") if packages else pack
-    for part in packages:
-        if name not in sys.modules:  # a package without an import so far
-            sys.modules[name] = ModuleType(name)
-            sys.modules[name].__path__ = [str(path)]
-        name, path = f"{name}.{part}", path / part
-    module = sys.modules.get(name)
-    if module is not None:
-        return module
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise MirrorError(f"{file} is no module of Python")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    path = os.path.join(folder, pack)
+    import_packs([path if packages else file])
+    inside = [part for part in packages if part != "__init__"]
+    name = ".".join([path.replace(".", "_x_"), *inside]) if packages else path
     try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # any error of a pack's file without a server
-        del sys.modules[name]
-        raise MirrorError(
-            f"{file} cannot be imported in a worker, which has no server and not the rest of its pack: "
-            f"{type(error).__name__}: {error}. {REMEDY}"
-        ) from error
-    return module
+        return importlib.import_module(name)  # which the pack may import only when it needs it
+    except ImportError as error:
+        why = FAILED.get(os.path.basename(path if packages else file), str(error))
+        raise MirrorError(f"the workers cannot import {file}: {why}. {REMEDY}") from error

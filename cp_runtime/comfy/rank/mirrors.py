@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -28,22 +28,24 @@ from ...engine.state import CallState
 from ...errors import CompileError, MirrorError
 from ...families import plan_for
 from ...nested import stored, tensors
-from ...pool.messages import AttachNetwork, Call, CallOutcome, Load, Loaded, Room, Staged
+from ...pool.messages import AttachNetwork, Call, CallOutcome, Describe, Described, Load, Loaded, Room, Staged
 from ...pool.protocol import read_tensor, unflatten
 from ...pool.settings import OFFLOADED, STAGED, WHOLE
 from ...pool.tensor_cache import owned
 from ...system import system
+from ..shared.fingerprint import classes_of, code_of, digest_of, found
 from ..shared.formats import formats_of
 from ..shared.loading import LoadedModel, load_recipe
-from ..shared.modules import layers_of
 from ..shared.patches import decode_weight_patches
 from ..shared.recipe import Recipe
+from ..shared.state import state_of
 from ..shared.weights import dtypes_of, network_of, sample_weights, weight_patches_digest
 from .batch import CallPart, Given, part_of, take_items
 from .factory import call_factory
 from .forward import run_sharded, run_staged, why_not_recorded
 from .memory import FileWeightsPatcher, LoadProgress, ShardedWeightsPatcher, StagedWeightsPatcher, available, forget, room
 from .model import Mirror
+from .packs import FAILED, import_packs
 from .patches import ATTACHED, attach_network
 from .quantised import own_formats, shared_scales
 from .texts import texts_that_fit
@@ -64,6 +66,7 @@ class Mirrors:
     def load(self, request: Load, block: Tensor, mesh: BatchMesh) -> Loaded:
         """Load a request's model if it is new, and take its patches; their tensors stay in `block`. The next call moves both."""
         began = time.perf_counter()
+        import_packs(request.packs)
         key, placement = request.key, request.placement
         if key in self.entries and self.entries[key].placement != placement:
             self.drop([key])
@@ -74,6 +77,8 @@ class Mirrors:
             # Calls that compute on the host would convert again and again.
             patcher, missing, files = self._load_file(recipe, cast_later=ranks is not None or self.device.type != "cpu")
             recipe = replace(recipe, path=files.path)  # another file may get its name
+            # As they were loaded: what a rank does to them for its part of the weights is its own matter.
+            classes, state = classes_of(network_of(patcher.model)), state_of(patcher.model)
             if placement == STAGED:
                 stage, plan = mesh.stage(request.stages), plan_for(network_of(patcher.model))
                 StagedWeightsPatcher.stage(patcher, recipe, plan, stage, mesh.stage_shares(request.stages), self.progress)
@@ -87,7 +92,8 @@ class Mirrors:
             # Weights missing from the file are not initialised, and differ from process to process.
             samples = sample_weights(network_of(patcher.model), without=missing)
             nbytes = sum(part.nbytes for weight in patcher.model.parameters() for part in stored(weight))
-            mirror = Mirror(patcher, samples, frozenset(patcher.model.state_dict()), placement, nbytes, formats, files)
+            names = frozenset(patcher.model.state_dict())
+            mirror = Mirror(patcher, samples, names, placement, nbytes, formats, files, classes, state)
         self._patch(mirror, request, block)
         self.entries[key] = mirror
         model = mirror.patcher.model
@@ -99,10 +105,26 @@ class Mirrors:
             cast_dtype=cast_dtype,
             formats=mirror.formats,
             samples=mirror.samples,
-            layers=layers_of(mirror.model),
+            code=digest_of(self._code(mirror, request.roots)),
+            state=digest_of(mirror.state.held),
+            contents=digest_of(mirror.state.contents),
             bytes=model_management.module_size(model),
             seconds=time.perf_counter() - began,
         )
+
+    def describe(self, request: Describe) -> Described:
+        import_packs(request.packs)
+        mirror = self.entries.get(request.key)
+        held, contents = ({}, {}) if mirror is None else mirror.state
+        return Described(
+            code=dict(self._code(mirror, request.roots)),
+            held={path: dict(each) for path, each in held.items()},
+            contents=dict(contents),
+            failed=dict(FAILED),
+        )
+
+    def _code(self, mirror: Mirror | None, roots: Iterable[str]) -> Mapping[str, str]:
+        return code_of(() if mirror is None else mirror.classes, {name: found(name) for name in roots}).hashes
 
     def call(
         self,

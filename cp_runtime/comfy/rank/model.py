@@ -25,6 +25,7 @@ from ...families import plan_for
 from ...families.family import FamilyPlan
 from ...pool.messages import Compiled
 from ..shared.files import ModelFiles
+from ..shared.state import State
 from ..shared.weights import network_of
 from .memory import forget, room
 
@@ -40,6 +41,8 @@ class Mirror:
         nbytes: of its weights.
         formats: quantised formats with native multiplication on this device.
         files: mapped by its weights.
+        classes: of its modules as they were loaded.
+        state: what these held then.
         reserved: bytes of device memory left free for calls at the last move of its weights there.
         compiled: its blocks, where calls ask for that.
         graphs: its recorded forwards, where calls ask for that.
@@ -52,6 +55,8 @@ class Mirror:
     nbytes: int
     formats: tuple[str, ...]
     files: ModelFiles
+    classes: frozenset[type]
+    state: State
     reserved: float = 0.0
     compiled: CompiledBlocks | None = None
     graphs: Graphs[tuple[CallState, DegreePlanner]] | None = None

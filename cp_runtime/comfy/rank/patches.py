@@ -12,8 +12,8 @@ import torch
 
 from ...engine.call import RunningCall
 from ...errors import MirrorError
-from ..shared.modules import decode_module, find
-from ..shared.patches import LOCALS, MIRRORED, map_patches
+from ..shared.modules import LOCALS, decode_module, find
+from ..shared.patches import MIRRORED, map_patches
 
 ATTACHED: dict[str, comfy.model_patcher.ModelPatcher] = {}
 """Networks of patches, by key."""

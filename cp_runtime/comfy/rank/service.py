@@ -13,7 +13,7 @@ from ...comfyui import forbid_recording
 from ...compat import on_compilation
 from ...engine.cost import DegreePlanner
 from ...engine.ranks.profiling import CallTraces
-from ...pool.messages import AttachNetwork, Available, Call, CallReport, Drop, Load, MakeRoom, Request
+from ...pool.messages import AttachNetwork, Available, Call, CallReport, Describe, Drop, Load, MakeRoom, Request
 from ...pool.worker import Handler, Worker
 from ..shared.vae import VAE_METHODS
 
@@ -48,6 +48,7 @@ class ModelService:
         return {
             Load: lambda request, _: mirrors.load(request, worker.keep(request.memory), worker.mesh),
             AttachNetwork: mirrors.attach_network,
+            Describe: lambda request, _: mirrors.describe(request),
             Drop: self._drop,
             Call: self._call,
             MakeRoom: self._make_room,

@@ -6,7 +6,6 @@ by name in torch and ComfyUI only, and their constructors are not run; nothing i
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import os
 import re
@@ -18,12 +17,15 @@ from ...compat import slots
 from ...errors import MirrorError
 
 PACKAGES = ("torch.nn.modules.", "comfy.ops", "comfy.ldm.", "comfy_extras.")
+LOCALS = ".<locals>."
 STANDARD = frozenset(vars(nn.Module()))
+# Settings that loaders of GGUF files put on the classes of a model's layers, for all models: on a rank each model has its own.
+LOADER_SETTINGS = ("dequant_dtype", "patch_dtype")
 # Records of ComfyUI's memory manager on loaded modules, and this pack's.
 BOOKKEEPING = re.compile(
     "(prev_)?comfy_(force_)?(cast|patched)_weights|(weight|bias)(_lowvram)?_function|current_(patcher|weight_patches_uuid)"
     "|model_(lowvram|loaded_weight_memory|offload_buffer_memory)|lowvram_patch_counter|device|dynamic_.*|_(v|pin|prefetch|stream).*"
-    "|context_parallel_.*"
+    f"|.*_comfy_model_dtype|context_parallel_.*|{'|'.join(LOADER_SETTINGS)}"
 )
 
 
@@ -59,18 +61,14 @@ def decode_module(encoded: dict[str, Any]) -> nn.Module:
 
 
 def full_name(thing: Any) -> str:
-    """Return `module:qualified.name` of a class or function. ComfyUI names the modules of its own nodes by their path."""
-    module = thing.__module__ or ""
+    """Return `module:qualified.name` of a class or function."""
+    return f"{module_name(thing.__module__ or '')}:{thing.__qualname__}"
+
+
+def module_name(module: str) -> str:
+    """Return the name by which a module is imported. ComfyUI names the modules of its own nodes by their path."""
     extras = module.find("comfy_extras" + os.sep)
-    if os.path.isabs(module) and extras >= 0:
-        module = module[extras:].replace(os.sep, ".")
-    return f"{module}:{thing.__qualname__}"
-
-
-def layers_of(model: nn.Module) -> str:
-    """Return a digest of the classes of a model's modules, by name."""
-    classes = [f"{name} {full_name(type(module))}" for name, module in model.named_modules()]
-    return hashlib.sha256("\n".join(classes).encode()).hexdigest()[:16]
+    return module[extras:].replace(os.sep, ".") if extras >= 0 and os.path.isabs(module) else module
 
 
 def find(name: str) -> Any:

@@ -32,7 +32,6 @@ from ...errors import MirrorError
 from .modules import full_name
 from .weights import is_dynamic
 
-LOCALS = ".<locals>."
 ADAPTERS = {adapter.__name__: adapter for adapter in comfy.weight_adapter.adapters}
 CONVERTING = ("comfy.model_patcher", "comfy.ops")  # modules of functions that change no weight unless it is quantised
 FUNCTIONS = {"swap_scale_shift": comfy.utils.swap_scale_shift}

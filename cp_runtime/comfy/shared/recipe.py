@@ -20,6 +20,7 @@ from typing import Any
 from ...errors import ChangedFileError, MirrorError
 from ...pool.digests import content_digest
 from ...pool.protocol import decode
+from .modules import LOADER_SETTINGS
 
 LOADERS = ("load_diffusion_model", "load_checkpoint_guess_config")
 VAE_LOADERS = ("load_vae_patcher", "load_checkpoint_vae_patcher")
@@ -46,14 +47,13 @@ class NodeLoader:
     settings: tuple[str, ...] = ()
 
 
-_SETTINGS = ("dequant_dtype", "patch_dtype")
 NODE_LOADERS: Mapping[str, NodeLoader] = {
     # ComfyUI-GGUF.
-    "UnetLoaderGGUF": NodeLoader("unet_name", "unet", _SETTINGS),
-    "UnetLoaderGGUFAdvanced": NodeLoader("unet_name", "unet", _SETTINGS),
+    "UnetLoaderGGUF": NodeLoader("unet_name", "unet", LOADER_SETTINGS),
+    "UnetLoaderGGUFAdvanced": NodeLoader("unet_name", "unet", LOADER_SETTINGS),
     # gguf, which has the same classes.
-    "LoaderGGUF": NodeLoader("gguf_name", "unet", _SETTINGS),
-    "LoaderGGUFAdvanced": NodeLoader("gguf_name", "unet", _SETTINGS),
+    "LoaderGGUF": NodeLoader("gguf_name", "unet", LOADER_SETTINGS),
+    "LoaderGGUFAdvanced": NodeLoader("gguf_name", "unet", LOADER_SETTINGS),
 }
 """By the id of the node, whose constructor takes no arguments."""
 
@@ -71,7 +71,6 @@ class Factory:
         function: its name there; `Class.method` of a node.
         arguments: plain values, as `pool.protocol.flatten` writes them.
         place: index of the model in the returned tuple; None = it returns the model alone.
-        sources: files of the pack that ComfyUI's process has imported, each with its state.
         models: model files that the arguments name, each with its state.
         node: its id in NODE_LOADERS, where it is a node's.
     """
@@ -81,7 +80,6 @@ class Factory:
     function: str
     arguments: Any
     place: int | None
-    sources: tuple[tuple[str, FileStamp], ...]
     models: tuple[tuple[str, FileStamp], ...]
     node: str = ""
 

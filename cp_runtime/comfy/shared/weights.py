@@ -1,8 +1,8 @@
 """The weights of a model: their dtypes, and comparisons, in one process bit by bit, between two processes by a few bytes of each.
 
-Samples are taken at fixed offsets of a stored weight; of a quantised weight, from its data and its scales. That takes milliseconds,
+Samples are taken at fixed offsets of a large weight; of a quantised weight, from its data and its scales. That takes milliseconds,
 where reading all weights would take as long as loading them. It finds any other model, but can miss a change of single numbers, so
-files are compared by their stamps as well (`recipe.file_stamp`).
+files are compared by their stamps as well (`recipe.file_stamp`), and the pages that a process has written to (`pages.written`).
 
 With DynamicVRAM a weight stays in memory as it is in the file, until it is used.
 """
@@ -24,6 +24,7 @@ from ...pool.messages import Load
 
 PREFIX = "diffusion_model."  # of ComfyUI's names for weights and modules of the transformer
 WINDOWS, WINDOW = 8, 64  # pieces of a weight, and bytes of each, at least
+WHOLE = 256 << 10  # bytes: smaller weights are read whole, which takes a millisecond for four of them
 SMALL = 16 << 10  # bytes: in `ModelPatcherDynamic.load`
 STAYS = "context_parallel_stays"  # attribute of modules for which `stays_as_in_file` returned True
 
@@ -71,7 +72,7 @@ def sample(weight: Tensor) -> str:
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         numbers, window = memory_of(part).view(-1), WINDOW // part.itemsize
-        if numbers.numel() > WINDOWS * window:
+        if part.nbytes > WHOLE:
             step, rest = divmod(numbers.numel() - window, WINDOWS - 1)
             numbers = numbers.as_strided((WINDOWS, window + rest), (step, 1))  # the last one ends where the weight does
         digest.update(_bytes(numbers.to(part.dtype)).numpy().data)

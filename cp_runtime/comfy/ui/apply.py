@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,14 +19,14 @@ from ...errors import UnsupportedError, bad_value
 from ...pool.config import RuntimeConfig
 from .interception import check_forward
 from .obstacles import check_model, check_stages, conditions_obstacle
-from .patcher import ContextParallelPatcher, Run, executing_node, plain_class, raise_or_warn
+from .patcher import RUNS, ContextParallelPatcher, Run, executing_node, plain_class, raise_or_warn
 from .recipes import recipe_key
 from .residency import patcher_over
 from .runtime import CONTROLLER, default_config, nothing_to_share
+from .watching import has_foreign_control, takes_foreign_part
 
 log = logging.getLogger("context_parallel")
 
-RUNS = itertools.count(1)
 WRAPPER, TIMER = "context_parallel", "context_parallel_timer"
 
 
@@ -97,19 +96,22 @@ def _wrap(patcher: Any, key: str, wrappers: Mapping[str, Callable[..., Any]]) ->
 def prepare_sampling(executor: Callable[..., Any], model: Any, noise_shape: Any, conds: dict[str, Any], **kwargs: Any) -> Any:
     """Check the conditions before the model is loaded, when it can still be loaded in this process instead."""
     if isinstance(model, ContextParallelPatcher):
-        model.cp_run = Run(next(RUNS), conditions_obstacle(conds), *call_memory(model, noise_shape, conds))
+        watched = model.cp_run.watched or has_foreign_control(conds)
+        model.cp_run = Run(next(RUNS), conditions_obstacle(conds), *call_memory(model, noise_shape, conds), watched)
     return executor(model, noise_shape, conds, **kwargs)
 
 
 def cleaned_up(executor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a sampling; where it fails, clean up its ControlNets and additional models, which ComfyUI does after a success only.
-
-    Some change the model until then. Our errors come where a stock run has none: refusals, ranks that died, their memory.
+    """Run a sampling, and note whether foreign code takes part. Where it fails, clean up its ControlNets and additional models,
+    which ComfyUI does after a success only: some change the model until then. Our errors come where a stock run has none:
+    refusals, ranks that died, their memory.
     """
+    guider = executor.class_obj  # type: ignore[attr-defined]
+    if isinstance(guider.model_patcher, ContextParallelPatcher):
+        guider.model_patcher.cp_run = Run(watched=takes_foreign_part(guider, args[2] if len(args) > 2 else kwargs["sampler"]))
     try:
         return executor(*args, **kwargs)
     except BaseException:
-        guider = executor.class_obj  # type: ignore[attr-defined]
         if (loaded := vars(guider).pop("loaded_models", None)) is not None:  # else it failed before any was used
             try:
                 cleanup_models(guider.conds, loaded)

@@ -29,9 +29,11 @@ from ..shared.forward import CONDITIONINGS
 from ..shared.modules import encode_module
 from ..shared.patches import applied_patches
 from ..shared.weights import PREFIX, model_dtype
+from .fingerprints import code_of_patches
+from .notes import on_ranks
 from .obstacles import check_call, check_own_forward, compile_of, computes_here, options_for_ranks, unsent
 from .options import SENDABLE, plain_options
-from .target import on_ranks
+from .watching import has_foreign_wrapper
 
 if TYPE_CHECKING:
     from .patcher import ContextParallelPatcher
@@ -81,7 +83,7 @@ class WorkerForward(Replacement):
         options = arguments.get("transformer_options") or {}
         latent = next(tensors(arguments[self.leading[0]]))  # nested: video, audio
         try:
-            check_call(owner, arguments.get("control"))
+            check_call(owner, arguments.get("control"), owner.cp_run.watched or has_foreign_wrapper(options))
             compiled = compile_of(owner)
             patches, attention = options_for_ranks(options, owner, owner.cp_config, latent)
         except UnsupportedError as error:
@@ -103,12 +105,15 @@ class WorkerForward(Replacement):
             memory_scale=owner.cp_run.memory_scale,
             compile=compiled,
             networks=patches.networks,
+            code=code_of_patches(patches.code),
             encode_network=encode_module,
         )
         try:
             return owner.call_workers(call)
         except UnsentError as error:
             owner.refuse_call(unsent(str(error)))
+        except UnsupportedError as error:
+            owner.refuse_call(error)
         except RankError as error:
             if error.kind != UnsentError.__name__:
                 raise

@@ -6,6 +6,7 @@ only in the UI process, and must be refused: a sharded forward would silently ru
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -21,23 +22,16 @@ from ...families import PLANS, UNSTAGED, class_name, most_stages, plan_for
 from ...pool.config import RuntimeConfig
 from ...pool.settings import STAGED
 from ..shared.patches import applied_patches, encode_weight_patches
-from ..shared.weights import PREFIX
 from .attention import ChosenAttention, attention_of
-from .changed_code import Change, changes_in, changes_of
-from .module_state import change_of, has_foreign_hooks, state_of
+from .fingerprints import OF_MODEL, ModelFingerprint, check_code, check_network, check_state
+from .notes import notes_of
 from .options import compile_settings
+from .packs import running_code
 from .patches import PatchSet
 from .recipes import recipe_of
 from .runtime import multiplies_nvfp4
-from .sources import file_of, is_comfy, pack_of, running_code
-from .target import notes_of
 
 _REMEDY = "Remove that node, or set on_unsupported of CP Config to 'single device'."
-# What a node changes in a model stays there without the node, until the model is loaded anew.
-_REMEDY_OF_MODEL = (
-    "Remove that node, then have the model loaded again: Edit, Unload Models and Execution Cache, or restart ComfyUI. Or set "
-    "on_unsupported of CP Config to 'single device'."
-)
 FORWARDS = ("forward", "_forward", "forward_orig")
 _KNOWN_PATCHERS = ("ModelPatcher", "ModelPatcherDynamic", "ContextParallelPatcher")
 _READING_WEIGHTS = (comfy.controlnet.ControlLora, comfy.controlnet.QwenFunControlNet)
@@ -47,19 +41,22 @@ def check_model(patcher: Any, config: RuntimeConfig) -> None:
     """Refuse a ModelPatcher that cannot run on the ranks of a config, before sampling starts."""
     model = patcher.model.diffusion_model
     if hasattr(model, "_orig_mod"):
-        raise UnsupportedError(f"the model was compiled with torch.compile, which the workers do not repeat. {_REMEDY_OF_MODEL}")
+        raise UnsupportedError(f"the model was compiled with torch.compile, which the workers do not repeat. {OF_MODEL}")
     try:
         plan_for(model)
-        recipe = recipe_of(patcher)
+        recipe_of(patcher)
         encode_weight_patches(applied_patches(patcher))
-    except (PlanError, MirrorError) as error:
+    except PlanError as error:
+        packs = ", ".join(map(os.path.basename, ModelFingerprint(patcher).packs))
+        by = f" A node pack replaced code of the model ({packs}). {_REMEDY}" if packs else ""
+        raise UnsupportedError(f"{error}{by}") from error
+    except MirrorError as error:
         raise UnsupportedError(str(error)) from error
     options_for_ranks(patcher.model_options.get("transformer_options", {}), patcher, config, again=True)
     _check_attached(patcher)
     compile_of(patcher)
     check_experts(model, config.devices)
-    check_code(model, patcher.object_patches_backup, made_by_pack=recipe.factory is not None)
-    check_state(patcher.model, patcher.object_patches_backup)
+    check_state(patcher)
 
 
 def check_experts(model: nn.Module, devices: Iterable[str]) -> None:
@@ -94,13 +91,15 @@ def check_stages(patcher: Any, config: RuntimeConfig) -> None:
         raise UnsupportedError(f"{plan.family} has no tokens that could be divided into patches. Set patches to 1.")
 
 
-def check_call(patcher: Any, control: Mapping[str, Any] | None) -> None:
-    """Refuse a call for the current attachments of the model, or for its ControlNet residuals. Cheap."""
+def check_call(patcher: Any, control: Mapping[str, Any] | None, watched: bool) -> None:
+    """Refuse a call for the current attachments of the model, or for its ControlNet residuals. It takes some 0.1 ms, unless it is
+    `watched`: foreign code takes part in the run, see `watching`."""
     _check_attached(patcher)
     _check_control(patcher.model.diffusion_model, control)
     check_own_forward(patcher.model.diffusion_model)
-    check_state(patcher.model, patcher.object_patches_backup, again=False)
-    _refuse(changes_of(patcher.model.diffusion_model, again=False))
+    check_code(patcher.model)
+    if watched:
+        check_state(patcher)
 
 
 def options_for_ranks(
@@ -115,11 +114,8 @@ def options_for_ranks(
         patches = PatchSet.of(options, model, latent, patcher, in_patches)
     except UnsupportedError as error:
         raise UnsupportedError(f"{error} {_REMEDY}") from error
-    _refuse(changes_in(patches.classes))  # the ranks rebuild them by name, and their networks
-    for network in patches.networks.values():
-        _refuse(changes_of(network, again=False))
-        if again and (change := change_of(network)):
-            raise UnsupportedError(f"a node changed {change} in a model patch after its first use. Load the model patch again.")
+    for network in patches.networks.values() if again else ():
+        check_network(network)
     return patches, attention
 
 
@@ -159,46 +155,6 @@ def unsent(what: str) -> UnsupportedError:
     return UnsupportedError(f"{what.rstrip('.')}. {remedy}")
 
 
-def check_code(model: nn.Module, patched: Collection[str] = (), made_by_pack: bool = False) -> None:
-    """Refuse code of node packs in the modules of a model, or in the classes and functions that it computes with.
-
-    Args:
-        patched: names that ComfyUI has patched for a patcher, and will restore.
-        made_by_pack: a pack's loader made the model, which the ranks call as well.
-    """
-    packs = {} if made_by_pack else {cls: pack_of(file_of(cls.__module__)) for cls in {type(module) for module in model.modules()}}
-    for name, module in model.named_modules():
-        where, cls = name or type(model).__name__, type(module)
-        if PREFIX + name in patched:
-            continue
-        _check_forward_of(module, where, patched and [m for m in FORWARDS if f"{PREFIX}{name}.{m}" in patched])
-        if has_foreign_hooks(module):
-            raise UnsupportedError(f"a node put hooks on {where}. {_REMEDY_OF_MODEL}")
-        if pack := packs.get(cls):
-            raise UnsupportedError(f"the node pack {pack} put its {cls.__name__} in the place of {where}. {_REMEDY_OF_MODEL}")
-    _refuse(changes_of(model))
-
-
-def check_state(model: nn.Module, patched: Collection[str] = (), again: bool = True) -> None:
-    """Refuse a model or a VAE whose modules a node has changed since it was loaded. `again`: see `ModuleState.change`."""
-    change = state_of(model).change([name.removeprefix(PREFIX) for name in patched], again)
-    if change:
-        raise UnsupportedError(f"a node changed {change}, and the workers load it from its file. {_REMEDY_OF_MODEL}")
-
-
-def _refuse(changes: Iterable[Change]) -> None:
-    """Refuse foreign code in this process, which a model or a patch computes with."""
-    for change in changes:
-        pack = pack_of(change.file)
-        if is_comfy(change.file):
-            raise UnsupportedError(f"{change.file} changed on disk after ComfyUI had imported it ({change.what}). Restart ComfyUI.")
-        by = f"the node pack {pack}" if pack else change.file or "a node pack or a script"
-        raise UnsupportedError(
-            f"{by} replaced {change.what}, which the workers import from ComfyUI as it is. Disable that node pack, or set "
-            "on_unsupported of CP Config to 'single device'."
-        )
-
-
 def _check_forward_of(module: nn.Module, name: str, patched: Collection[str] = ()) -> None:
     """Refuse a forward of an instance that is not its class's. ComfyUI leaves the stock method there when it undoes a patch."""
     for method in FORWARDS:
@@ -206,7 +162,7 @@ def _check_forward_of(module: nn.Module, name: str, patched: Collection[str] = (
         if own is None or method in patched or getattr(own, "sends_to_workers", False):  # ours, see interception.py
             continue
         if getattr(own, "__func__", None) is not getattr(type(module), method, None):
-            raise UnsupportedError(f"a node replaced the forward of {name}. {_REMEDY_OF_MODEL}")
+            raise UnsupportedError(f"a node replaced the forward of {name}. {OF_MODEL}")
 
 
 def _check_control(model: nn.Module, control: Mapping[str, Any] | None) -> None:

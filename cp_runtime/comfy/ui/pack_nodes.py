@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from types import FunctionType, ModuleType
 from typing import Any
 
 from comfy_execution.progress import get_progress_state
 from comfy_execution.utils import get_executing_context
 
+from ..shared.fingerprint import content_of, names_in
 from ..shared.modules import full_name
 from ..shared.patches import name_of
-from .sources import functions_in, names_in
 
 # Nodes of objects not made by functions of a node: name of the object, of ComfyUI.
+WRAPPED = ("__func__", "__wrapped__", "func")  # attributes with a wrapped function
 _MADE_BY = {
     "KV_Attn_Input": "FluxKVCache",
     "SUPIRPatch": "SUPIRApply",
@@ -63,6 +65,21 @@ def _makers(thing: Any) -> list[str]:
 def _used_by(cls: Any) -> frozenset[str]:
     methods = functions_in(getattr(cls, getattr(cls, "FUNCTION", ""), None)) + functions_in(vars(cls).get("execute"))
     return frozenset().union(*(names_in(method.__code__) for method in methods))
+
+
+def functions_in(value: Any) -> list[FunctionType]:
+    """Return a function and all functions that its decorators have wrapped around each other."""
+    found, seen, left = list[FunctionType](), set[int](), [value]
+    while left:
+        each = left.pop(0)
+        if id(each) in seen or each is None or isinstance(each, type | ModuleType):
+            continue
+        seen.add(id(each))
+        if isinstance(each, FunctionType):
+            found.append(each)
+            left += [content for cell in each.__closure__ or () if callable(content := content_of(cell))]
+        left += [inner for name in WRAPPED if callable(inner := getattr(each, name, None))]
+    return found
 
 
 def _upstream() -> Iterator[tuple[str, str]]:

@@ -7,6 +7,7 @@ format, object patches on them.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable
 from functools import cache, partial
@@ -34,18 +35,23 @@ from ..shared.patches import applied_patches, changes_shape, encode_weight_patch
 from ..shared.recipe import place_of
 from ..shared.weights import PREFIX, is_dynamic
 from .files import share_file_pages
+from .fingerprints import ModelFingerprint, check_state
 from .interception import OnOneDevice, intercept, release
+from .notes import ON_RANKS, notes_of, on_ranks
 from .obstacles import check_model, check_stages
 from .progress import with_cancel
 from .recipes import recipe_of
 from .residency import convert, give_back, make_way
 from .runtime import CONTROLLER, model_folders, reloading_changed_files
-from .target import ON_RANKS, Target, notes_of, on_ranks
+from .target import Target
 
 log = logging.getLogger("context_parallel")
 
 READ_HERE = (PREFIX + "x_embedder.", PREFIX + "y_embedder.")  # by ControlNets for SD3.5
 FEW_STEPS = 8
+
+
+RUNS = itertools.count(1)
 
 
 class Run(NamedTuple):
@@ -56,12 +62,14 @@ class Run(NamedTuple):
         obstacle: the part of its conditions that cannot be sent to the workers.
         call_memory: bytes that ComfyUI expects a call to take on one device.
         memory_scale: see `ModelCall.memory_scale`.
+        watched: foreign code takes part, see `watching`.
     """
 
     number: int = 0
     obstacle: str | None = None
     call_memory: float = 0.0
     memory_scale: float = 1.0
+    watched: bool = False
 
 
 class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
@@ -297,11 +305,16 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         recipe, notes = recipe_of(self), notes_of(self.model)
         if notes.files is None or notes.files[0] is not recipe:
             notes.files = recipe, place_of(recipe.path, model_folders())[1], ModelFiles(recipe.files.items())
-        target = Target(self, *notes.files, self.cp_run.call_memory, encode_weight_patches)
+        fingerprint = ModelFingerprint(self)
+        target = Target(self, *notes.files, self.cp_run.call_memory, encode_weight_patches, fingerprint)
         notes.key = target.key
         if notes.run != self.cp_run.number:
             notes.run = self.cp_run.number
             target.check_weights()
+            check_state(self)
+            target.note_weights()
+        elif self.cp_run.watched:
+            target.check_call()
         CONTROLLER.own(target.key, self.model)
         return target
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ...errors import UnsupportedError
 from ...pool.protocol import flatten
+from ..shared.fingerprint import alone, classes_of
 from ..shared.forward import OBJECTS, PATCHES
 from ..shared.modules import encode_module, full_name
 from ..shared.patches import MIRRORED, Patch, map_patches, name_of
@@ -44,13 +45,13 @@ class PatchSet:
     Args:
         encoded: their form in `transformer_options`: plain data and tensors; empty if there are none.
         networks: their networks, by key.
-        classes: those of the patches that are objects.
+        code: classes and functions that compute with them, by name.
         mixes_batch: one of them needs all items of the batch.
     """
 
     encoded: Mapping[str, Any] = field(default_factory=dict)
     networks: Mapping[str, nn.Module] = field(default_factory=dict)
-    classes: frozenset[type] = frozenset()
+    code: Mapping[str, Any] = field(default_factory=dict)
     mixes_batch: bool = False
 
     @classmethod
@@ -89,8 +90,9 @@ class PatchSet:
         _check_plain(encoded, encoder.modules)
         mixes_batch = any(kind.mixes_batch for kind in kinds)
         mixes_batch |= any(MIRRORED[entry["name"]].mixes_batch for entry in encoder.entries)
-        classes = frozenset(type(patch) for patch, _ in checked if not isinstance(patch, FunctionType))
-        return cls(encoded=encoded, networks=encoder.modules, classes=classes, mixes_batch=mixes_batch)
+        code = {name_of(patch): alone(patch) if isinstance(patch, FunctionType) else type(patch) for patch, _ in checked}
+        code |= {full_name(kind): kind for network in encoder.modules.values() for kind in classes_of(network)}
+        return cls(encoded=encoded, networks=encoder.modules, code=code, mixes_batch=mixes_batch)
 
 
 def _check(where: str, patch: Any, model: nn.Module) -> Patch:

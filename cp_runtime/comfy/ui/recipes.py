@@ -15,9 +15,9 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from types import FunctionType, ModuleType
+from types import FunctionType
 from typing import Any
 
 import comfy.sd
@@ -43,10 +43,9 @@ from ..shared.recipe import (
     texts_in,
 )
 from ..shared.weights import is_dynamic
-from .module_state import state_of
+from .fingerprints import note_state
+from .notes import ModelNotes, notes_of
 from .runtime import node_folders
-from .sources import Source
-from .target import ModelNotes, notes_of
 
 VAE_REMEDY = "Use Load VAE or Load Checkpoint."
 NOTED = {**NODE_LOADERS, "VAELoader": NodeLoader("vae_name", "vae")}
@@ -73,7 +72,7 @@ def _stamping(loader: Callable[..., Any]) -> Callable[..., Any]:
         patcher, _, vae, *_ = loaded if isinstance(loaded, tuple) else (loaded, None, None)
         for each in filter(None, (patcher, getattr(vae, "patcher", None))):  # a checkpoint may be loaded for its text encoder only
             notes_of(each.model).stamps = before, _stamp(path)
-            state_of(each.model)
+            note_state(each.model)
         return loaded
 
     return load
@@ -142,7 +141,7 @@ def _noting(node: str, cls: type, method: str, load: Callable[..., Any]) -> Call
             notes = notes_of(patcher.model)
             notes.call = NodeCall(node, cls, method, given.args[1:], path)
             notes.stamps = (before, file_stamp(path)) if path else None
-            state_of(patcher.model)
+            note_state(patcher.model)
         return out
 
     noting.noted_for = cls  # type: ignore[attr-defined]
@@ -165,7 +164,7 @@ def recipe_of(patcher: Any) -> Recipe:
             notes.recipe = init, replace(_of_model(patcher.model, init, notes), dynamic=is_dynamic(patcher.model))
         else:
             notes.recipe = init, _of_vae(patcher.model, init, notes)
-        state_of(patcher.model)
+        note_state(patcher.model)
     return notes.recipe[1]
 
 
@@ -287,11 +286,7 @@ def _recipe(
     folders = [folder for folder in node_folders() if file.startswith(os.path.join(folder, ""))]
     if not folders or not file.endswith(".py"):
         raise MirrorError(f"{named}: it is not of a node pack in ComfyUI's folder custom_nodes. {REMEDY}")
-    if os.path.basename(file) == "__init__.py":
-        raise MirrorError(f"{named}: it stands in the __init__.py of its pack, which needs ComfyUI's server. {REMEDY}")
-    sources = _sources_of(os.path.join(folders[0], os.path.relpath(file, folders[0]).split(os.sep)[0]))
-    stamps = tuple((path, file_stamp(path)) for path in sources)
-    factory = Factory(folders[0], file, function, arguments, place, stamps, tuple(models), node)
+    factory = Factory(folders[0], file, function, arguments, place, tuple(models), node)
     return Recipe(FACTORY, models[0][0], stamp=models[0][1], factory=factory)
 
 
@@ -302,34 +297,3 @@ def _no_tensor(_: Tensor, path: str) -> Any:
 def _without_devices(argument: Any) -> Any:
     """Return options of ComfyUI's loaders without the device, which differs from rank to rank."""
     return {k: v for k, v in argument.items() if k not in DECIDED_BY_WORKER} if type(argument) is dict else argument
-
-
-def _sources_of(pack: str) -> list[str]:
-    """Return the imported files of a pack, a file or a folder. Raises MirrorError if one has changed since."""
-    found = []
-    for module in list(sys.modules.values()):
-        file = os.path.abspath(getattr(module, "__file__", None) or "")
-        if file.endswith(".py") and (file == pack or file.startswith(os.path.join(pack, ""))):
-            if not _is_as_imported(module, file):
-                raise MirrorError(f"{file} changed on disk after ComfyUI had imported it. Restart ComfyUI.")
-            found.append(file)
-    return sorted(set(found))
-
-
-def _is_as_imported(module: ModuleType, file: str) -> bool:
-    """Return whether the functions and methods of a module are those of its file."""
-    try:
-        on_disk = {code for codes in Source(module.__name__, file).codes.values() for code in codes}
-    except (OSError, SyntaxError):
-        return False
-    owners = [module, *_classes_in(module, module.__name__)]
-    functions = [inspect.unwrap(value) for owner in owners for value in vars(owner).values() if isinstance(value, FunctionType)]
-    return all(function.__code__ in on_disk for function in functions if function.__code__.co_filename == file)
-
-
-def _classes_in(owner: Any, module: str) -> Iterator[type]:
-    """Yield the classes of a module, and all classes inside of them."""
-    for value in list(vars(owner).values()):
-        if isinstance(value, type) and value.__module__ == module and value is not owner:
-            yield value
-            yield from _classes_in(value, module)

@@ -23,9 +23,9 @@ from ...pool.config import RuntimeConfig
 from ...version import VERSION
 from ...words import ENGLISH, Words, words_in
 from .apply import apply_to_model, check_type, timed
+from .notes import notes_of
 from .patcher import ContextParallelPatcher
 from .runtime import CONTROLLER
-from .target import notes_of
 
 WIDTH, MARGIN, LABEL = 640, 20, 150  # pixels: nodes show it a third smaller
 BAR, GAP, LINE = 32, 12, 28

@@ -32,7 +32,7 @@ import torch
 
 from ...compat import as_parameter, parameter_slots
 from ..shared.weights import is_dynamic, model_dtype, network_of, stays_as_in_file
-from .target import on_ranks
+from .notes import on_ranks
 
 _OF_PAGES = ("_v", "_v_signature", "_v_weight", "_v_bias")
 EVERYTHING = 1e32

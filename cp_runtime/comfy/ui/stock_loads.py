@@ -13,11 +13,11 @@ from comfy.model_base import BaseModel
 from ...engine.weights.cast import settle
 from ..shared.weights import network_of
 from .interception import release
+from .notes import notes_of
 from .patcher import ContextParallelPatcher
 from .recipes import recipe_key
 from .residency import LOADED_TOGETHER
 from .runtime import CONTROLLER
-from .target import notes_of
 
 EVERYTHING = 1e30
 """Bytes that ComfyUI asks for when it means the whole device, as for `/free`."""

@@ -1,36 +1,50 @@
-"""A model of the UI process: notes on it, and the check that every rank has the same one."""
+"""A model of the UI process, and the check that every rank has the same one."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
+from ...compat import versions
+from ...controller.calls import Code
 from ...controller.placement import Demand
 from ...engine.weights.blocks import sizes_of
-from ...engine.weights.pages import give_back, mapped
-from ...errors import MirrorError
+from ...engine.weights.pages import give_back, mapped, written
+from ...errors import MirrorError, UnsupportedError
 from ...families import most_stages
-from ...pool.messages import Load, Loaded
+from ...nested import stored
+from ...pool.messages import Describe, Described, Load, Loaded
 from ...pool.protocol import TensorPacker, flatten
 from ..shared.files import ModelFiles
-from ..shared.modules import layers_of
-from ..shared.recipe import FileStamp, Recipe
+from ..shared.recipe import Recipe
 from ..shared.weights import PREFIX, differing_weight, dtypes_of, model_dtype, network_of, sample_weights, weight_patches_digest
+from .notes import ON_RANKS, Asking, notes_of
 
-if TYPE_CHECKING:
-    from .module_state import ModuleState
-    from .recipes import NodeCall
 
-ATTRIBUTE = "context_parallel_notes"
-ON_RANKS = "context_parallel_on_ranks"
-"""Stands for the id of the weight patches in a model (`current_weight_patches_uuid`): its weights are on the ranks. Any patcher of
-ComfyUI that loads the model then takes this for another state of the weights and replaces it."""
+class Fingerprint(Protocol):
+    """What a model computes with, to compare with the ranks: see `fingerprints.ModelFingerprint`."""
+
+    @property
+    def roots(self) -> tuple[str, ...]:
+        """Names of code that computes with it besides its own."""
+
+    @property
+    def loader(self) -> Code | None:
+        """Code of a node pack by which ranks load it."""
+
+    @property
+    def packs(self) -> tuple[str, ...]:
+        """Paths of node packs with code that it computes with, in the order of their import."""
+
+    def compare(self, replies: Sequence[Loaded], same_computer: bool, ask: Asking) -> None:
+        """Compare it with those of the ranks. Raises UnsupportedError where they differ. `same_computer`: they are all on this
+        one."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +56,7 @@ class Target:
         files: of the recipe, open.
         call_memory: bytes that ComfyUI expects a call to take on one device.
         encode: makes plain data and tensors of weight patches. Raises MirrorError if one cannot be sent.
+        fingerprint: of its code and its modules.
     """
 
     patcher: Any
@@ -50,6 +65,7 @@ class Target:
     files: ModelFiles
     call_memory: float
     encode: Callable[[Any], list[Any]]
+    fingerprint: Fingerprint
 
     @property
     def key(self) -> str:
@@ -71,19 +87,30 @@ class Target:
             notes.demand = Demand(sizes_of(network, partial(model_dtype, model)), 0.0, most_stages(network))
         return notes.demand._replace(call=self.call_memory)
 
+    @property
+    def loader_code(self) -> Code | None:
+        return self.fingerprint.loader
+
     def request(self, placement: str, device_bytes: int) -> tuple[Load, TensorPacker]:
         packer = TensorPacker()
         tree = flatten(self.encode(self.patcher.patches), packer.add)
         return (
             Load(
                 key=self.key, recipe=self.recipe.as_json(), patches=tree, patches_uuid=self.patches_uuid, placement=placement,
-                device_bytes=device_bytes,
+                device_bytes=device_bytes, roots=self.fingerprint.roots, packs=self.fingerprint.packs,
             ),
             packer,
         )  # fmt: skip
 
-    def verify(self, request: Load, payload: Tensor, loaded: Sequence[Loaded], pids: Sequence[int]) -> None:
-        model, file, factory = self.patcher.model, os.path.basename(self.path), self.recipe.factory
+    def verify(
+        self,
+        request: Load,
+        payload: Tensor,
+        loaded: Sequence[Loaded],
+        pids: Sequence[int],
+        ask: Callable[[Describe], Sequence[Described]],
+    ) -> None:
+        model, file = self.patcher.model, os.path.basename(self.path)
         dtype, cast_dtype = dtypes_of(model)
         expected = {
             "digest": weight_patches_digest(request, payload),
@@ -98,20 +125,21 @@ class Target:
                 "result would differ. Leave out the devices that differ (devices of CP Config), or load a file or weight_dtype "
                 "that is not quantised."
             )
+
+        def describe(packs: Collection[str]) -> Sequence[Described]:
+            return ask(Describe(key=self.key, roots=request.roots, packs=tuple(packs)))
+
+        self.fingerprint.compare(loaded, not request.travelled, describe)
         samples = notes_of(model).samples = self.comparable_weights()
+        changed = self._written(samples)
         for rank, (reply, pid) in enumerate(zip(loaded, pids, strict=True)):
-            weight = differing_weight(samples, reply.samples)
+            weight = changed or differing_weight(samples, reply.samples)
             if weight is not None:
                 raise MirrorError(
                     f"rank {rank} (pid {pid}) read another weight {weight} from {file} than ComfyUI holds. Either the file was "
                     "replaced after ComfyUI had loaded it, or code in ComfyUI's process changed the weight since. Free ComfyUI's "
                     "model and node cache, or restart it, so that it loads the file again; if that does not help, remove the node "
                     "that changes the weight."
-                )
-            if factory is not None and reply.layers != layers_of(network_of(model)):
-                raise MirrorError(
-                    f"{factory.function} made other layers of {file} on rank {rank} (pid {pid}) than in ComfyUI's process. It "
-                    "follows settings that a node has changed there. Use Load Diffusion Model or Load Checkpoint."
                 )
             for name, value in expected.items():
                 if getattr(reply, name) != value:
@@ -122,13 +150,42 @@ class Target:
 
     def check_weights(self) -> None:
         """Raise MirrorError if a weight of this process has changed since the ranks' were compared with it."""
-        weight = differing_weight(notes_of(self.patcher.model).samples, self.comparable_weights())
+        samples, now = notes_of(self.patcher.model).samples, self.comparable_weights()
+        weight = self._written(now) or differing_weight(samples, now)
         if weight is not None:
             file = os.path.basename(self.path)
             raise MirrorError(
                 f"code in ComfyUI's process changed the weight {weight} since the workers loaded {file}. Free ComfyUI's model and "
                 "node cache, so that it loads the file again, and remove the node that changes the weight."
             )
+
+    def note_weights(self) -> None:
+        """Note where the weights are, at the start of a run: see `check_call`."""
+        notes_of(self.patcher.model).places = self._places()
+
+    def check_call(self) -> None:
+        """Raise UnsupportedError if code in this process has changed a weight since the run began: put another tensor in its place,
+        or written to it, except by way of `data` in memory that is no page of its file."""
+        before, now = notes_of(self.patcher.model).places, self._places()
+        patched = {name.removeprefix(PREFIX) for name in self.patcher.backup}  # by ComfyUI
+        changed = [name for name in {**before, **now} if before.get(name) != now.get(name) and name not in patched]
+        weight = next(iter(changed), None) or self._written(now.keys() - patched)
+        if weight is not None:
+            raise UnsupportedError(
+                f"a node changed the weight {weight} while sampling, and the workers have it as it was loaded. Remove that node, "
+                "or set on_unsupported of CP Config to 'single device'."
+            )
+
+    def _places(self) -> dict[str, tuple[int, ...]]:
+        parameters = network_of(self.patcher.model).named_parameters()
+        return {name: (*(part.data_ptr() for part in stored(weight)), *(versions([weight]) or ())) for name, weight in parameters}
+
+    def _written(self, samples: Collection[str]) -> str | None:
+        """Return a weight, of those with samples, in a page of the file that this process has written something else to."""
+        weights = {name: weight for name, weight in network_of(self.patcher.model).named_parameters() if name in samples}
+        with contextlib.suppress(OSError):  # the file is gone, or no system tells
+            return written(self.path, weights)
+        return None
 
     def comparable_weights(self) -> Mapping[str, str]:
         """Return `sample_weights` of the weights that are in this process as they were loaded; of none while weight patches are in.
@@ -143,48 +200,3 @@ class Target:
         with contextlib.suppress(OSError):  # the file is gone
             give_back(network.parameters(), mapped(self.path, unwritten=True))
         return samples
-
-
-@dataclass
-class ModelNotes:
-    """Notes on a `BaseModel`.
-
-    Args:
-        stamps: of its file, before and after ComfyUI loaded it; None = by no loader that `recipes` watches.
-        call: of the node that loaded it, if its loader leaves no recipe.
-        recipe: the `cached_patcher_init` that the recipe was read from, and the recipe.
-        key: of the recipe, once the controller counts this model as a user of it.
-        files: the recipe that the ranks have loaded it by, or will; the name of its file, and its files.
-        local: it runs in this process on one device, although the graph has ranks for it.
-        shares_file: whether its plain weights are the pages of its file.
-        demand: of its weights alone.
-        state: of its network's modules, when it was loaded.
-        samples: of its weights, when the ranks' were compared with them; of none before.
-        run: number of the sampling run in which they were compared again.
-    """
-
-    stamps: tuple[FileStamp, FileStamp] | None = None
-    call: NodeCall | None = None
-    recipe: tuple[Any, Recipe] | None = None
-    key: str = ""
-    files: tuple[Recipe, str, ModelFiles] | None = None
-    local: bool = False
-    shares_file: bool = False
-    demand: Demand | None = None
-    state: ModuleState | None = None
-    samples: Mapping[str, str] = field(default_factory=dict)
-    run: object = None
-
-
-def notes_of(model: Any) -> ModelNotes:
-    """Return the notes on a `BaseModel`; they are created at first use."""
-    notes = vars(model).get(ATTRIBUTE)
-    if not isinstance(notes, ModelNotes):
-        notes = ModelNotes()
-        setattr(model, ATTRIBUTE, notes)
-    return notes
-
-
-def on_ranks(model: Any) -> bool:
-    """Return whether the weights of a model are on the ranks, so that it must not compute here."""
-    return getattr(model, "current_weight_patches_uuid", None) == ON_RANKS

@@ -30,11 +30,11 @@ from ...vaes import draws_noise, row_plan_for
 from ..shared.loading import replaced
 from ..shared.modules import encode_module
 from ..shared.vae import EXACT, INPUT, TILES
-from .obstacles import check_code, check_state
-from .patcher import ContextParallelPatcher, executing_node, raise_or_warn
+from .fingerprints import check_code, check_state
+from .notes import notes_of
+from .patcher import RUNS, ContextParallelPatcher, Run, executing_node, raise_or_warn
 from .recipes import recipe_of
 from .runtime import CONTROLLER, are_here, default_config, nothing_to_share
-from .target import notes_of
 
 log = logging.getLogger("context_parallel")
 
@@ -106,7 +106,7 @@ def mode_for(vae: Any, mode: str) -> str:
     if obstacle is not None:
         raise UnsupportedError(f"{obstacle} {_REMEDY}")
     check_code(network)
-    check_state(network)
+    check_state(vae.patcher)
     if mode != TILES:
         try:
             row_plan_for(network)
@@ -143,6 +143,7 @@ class RankedVAE:
             setattr(vae, ATTRIBUTE, kept)
         self.patcher: VAEPatcher = kept
         self.patcher.cp_config = self._config = config
+        self.patcher.cp_run = Run(next(RUNS))
         try:
             self._key = recipe_of(self.patcher).key
         except MirrorError as error:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
@@ -19,6 +21,23 @@ def mapped(path: str, *, unwritten: bool = False) -> Ranges:
     """Return the ranges of addresses at which this process has mapped a file; none where the system does not tell. `unwritten`:
     only those without a page that this process has written to, and has to itself since."""
     return system.map_ranges(path, unwritten)
+
+
+def written(path: str, weights: Mapping[str, Tensor]) -> str | None:
+    """Return the first weight in the pages of a file whose numbers this process has changed since, or None. It reads the file where
+    it has written to pages only; finding these takes a millisecond per GB."""
+    ranges = system.written_ranges(path)
+    if not ranges:
+        return None
+    with open(path, "rb") as file:
+        for name, weight in weights.items():
+            for part in map(memory_of, stored(weight)):
+                begin, end = part.data_ptr(), part.data_ptr() + part.nbytes
+                for start, stop, place in ranges if part.device.type == "cpu" else ():
+                    low, high = max(begin, start), min(end, stop)
+                    if low < high and ctypes.string_at(low, high - low) != os.pread(file.fileno(), high - low, place + low - start):
+                        return name
+    return None
 
 
 def inside(tensor: Tensor, ranges: Ranges) -> bool:

@@ -13,7 +13,9 @@ from sharded_call import call, in_mode, shared_out
 from support import families
 from support.ranks import finish, report, start, worst
 
-from cp_runtime.comfy.ui.changed_code import changes_of
+from cp_runtime.comfy.shared import fingerprint
+from cp_runtime.comfy.shared.fingerprint import classes_of, code_of
+from cp_runtime.comfy.shared.state import change_in, state_of, without_later
 from cp_runtime.engine.hooks import InstalledPlan
 from cp_runtime.engine.ranks.mesh import BatchMesh
 from cp_runtime.families import plan_for
@@ -29,8 +31,18 @@ shared = {tuple(model) for model in json.loads(shared)}
 mesh = BatchMesh(dist.group.WORLD, shares=tuple(json.loads(given)))
 own, config, in_rounds = mesh.sequence().weights, *(in_mode(ring, ulysses, rotate_method, rounds) for rounds in (1, 2))
 eight_bits = in_mode(ring, ulysses, rotate_method, exchange="8 bit")
+
+
+def changes(code, state, model):
+    """What is other than before in a model, or in the code that it computes with."""
+    names = fingerprint.differing(code.hashes, code_of(classes_of(model)).hashes)
+    change = change_in(without_later(model, state), without_later(model, state_of(model)))
+    return [*names, *filter(None, [change])]
+
+
 with torch.no_grad():
     for family in sorted({family for family, _ in wanted}):
+        before = {name: (code_of(classes_of(model)), state_of(model)) for name, model in models(family).items()}
         installed = {name: InstalledPlan(model, plan_for(model)) for name, model in models(family).items()}
         for case in families.load(family).CASES:
             if (family, case.name) not in wanted:
@@ -69,8 +81,7 @@ with torch.no_grad():
                     pending=mesh.stats.pending,
                 )
 
-        # Taken off, the model is the stock one again. A stand-in uses code of the tests.
-        real = [models(family)[name] for name, spec in families.load(family).MODELS.items() if families.exists(spec.since)]
+        # Taken off, the model is the stock one again, and nothing takes its calls for changes.
         for plan in installed.values():
             plan.remove()
         report(
@@ -79,6 +90,6 @@ with torch.no_grad():
             hooks=sum(
                 len(m._forward_hooks) + len(m._forward_pre_hooks) for model in models(family).values() for m in model.modules()
             ),
-            changes=[change for model in real for change in changes_of(model)],
+            changes=[change for name, model in models(family).items() for change in changes(*before[name], model)],
         )
 finish()

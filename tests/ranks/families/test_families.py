@@ -114,5 +114,6 @@ def test_removed_plans_leave_no_hooks(mode, reports_of):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_no_class_of_comfyui_is_taken_for_a_changed_one(mode, reports_of):
+def test_calls_are_not_taken_for_changes(mode, reports_of):
+    """Not in the code that a model computes with, nor in what its modules hold."""
     assert [change for (_, case), r in reports_of(mode).items() if case == "removed" for change in r["changes"]] == []

@@ -23,11 +23,11 @@ from cp_runtime.comfy.ui import files as file_pages
 from cp_runtime.comfy.ui import runtime as devices
 from cp_runtime.comfy.ui.apply import apply_to_model, without_context_parallel
 from cp_runtime.comfy.ui.interception import innermost_method, intercept, release
+from cp_runtime.comfy.ui.notes import ON_RANKS, notes_of
 from cp_runtime.comfy.ui.recipes import recipe_key
 from cp_runtime.comfy.ui.residency import free_for_ranks
 from cp_runtime.comfy.ui.runtime import CONTROLLER
 from cp_runtime.comfy.ui.stock_loads import _drop_from_ranks, watch_stock_loads
-from cp_runtime.comfy.ui.target import ON_RANKS, notes_of
 from cp_runtime.controller.placement import Shortages
 from cp_runtime.controller.run_stats import CallRecord
 from cp_runtime.controller.workers import Workers

@@ -1,16 +1,25 @@
 """A node that changes the modules of a model or a VAE in place, as node packs do, and another one that takes it all back."""
 
+import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import comfy.ldm.common_dit
+import comfy.ldm.flux.layers
+import comfy.lora
+import comfy.ops
 import torch
 from comfy.patcher_extension import WrappersMP
 from torch import nn
+from torch.nn import functional as F
 
 from .node import node
 
 KEY = "test_changed"
+EINOPS: Any = sys.modules["einops.einops"]
+LAYER = (nn.Linear, nn.Conv2d, nn.Conv3d)
 UNDO: list[Callable[[], Any]] = []
 
 
@@ -22,7 +31,8 @@ def _set(thing: Any, name: str, value: Any) -> Callable[[], Any]:
 
 
 def _blocks(network: Any) -> nn.ModuleList:
-    return next(module for module in network.children() if isinstance(module, nn.ModuleList) and len(module) > 1)
+    lists = (*network.children(), *network.modules())
+    return next(module for module in lists if isinstance(module, nn.ModuleList) and len(module) > 1)
 
 
 def _first(network: nn.Module, kind: Any) -> tuple[nn.Module, str, Any]:
@@ -43,7 +53,7 @@ def _method(network: nn.Module) -> Callable[[], Any]:
 
 
 def _call(network: nn.Module) -> Callable[[], Any]:
-    linear = _first(_blocks(network), nn.Linear)[2]
+    linear = _first(_blocks(network), LAYER)[2]
     stock = linear._call_impl
     return _set(linear, "_call_impl", lambda *given: stock(*given) * 0.5)
 
@@ -67,7 +77,7 @@ def _eps(network: nn.Module) -> Callable[[], Any]:
 
 
 def _parametrized(network: nn.Module) -> Callable[[], Any]:
-    linear = _first(_blocks(network), nn.Linear)[2]
+    linear = _first(_blocks(network), LAYER)[2]
     torch.nn.utils.parametrize.register_parametrization(linear, "weight", nn.Threshold(0.0, 0.0))
     return lambda: torch.nn.utils.parametrize.remove_parametrizations(linear, "weight", leave_parametrized=False)
 
@@ -82,6 +92,103 @@ def _weight(network: nn.Module) -> Callable[[], Any]:
     weight = next(iter(_blocks(network).parameters()))
     weight.data.mul_(0.5)
     return lambda: weight.data.mul_(2.0)
+
+
+def _buffer_dtype(network: nn.Module) -> Callable[[], Any]:
+    module, name = next((m, n) for m in network.modules() for n, b in m._buffers.items() if b is not None and b.is_floating_point())
+    stock: Any = module._buffers[name]
+    module._buffers[name] = stock.half()
+    return lambda: module._buffers.update({name: stock})
+
+
+def _row(network: nn.Module) -> Callable[[], Any]:
+    weight = _first(_blocks(network), LAYER)[2].weight
+    row = weight.data[1].clone()
+    weight.data[1].mul_(9)
+    return lambda: weight.data[1].copy_(row)
+
+
+def _element(network: nn.Module) -> Callable[[], Any]:
+    weight = _first(_blocks(network), LAYER)[2].weight
+    number = weight.data[1, 3].clone()
+    weight.data[1, 3] += 30
+    return lambda: weight.data[1, 3].copy_(number)
+
+
+def with_weight(network: nn.Module, make: Callable[[torch.Tensor], Any]) -> Callable[[], Any]:
+    linear = _first(_blocks(network), LAYER)[2]
+    stock = linear._parameters["weight"]
+    linear._parameters["weight"] = make(stock.detach())
+    return lambda: linear._parameters.update(weight=stock)
+
+
+def _weight_replaced(network: nn.Module) -> Callable[[], Any]:
+    return with_weight(network, lambda weight: nn.Parameter(weight * 2, requires_grad=False))
+
+
+def _weight_dtype(network: nn.Module) -> Callable[[], Any]:
+    return with_weight(network, lambda weight: nn.Parameter((weight * 2).bfloat16(), requires_grad=False))
+
+
+def _bias_none(network: nn.Module) -> Callable[[], Any]:
+    linear = next(module for module in _blocks(network).modules() if getattr(module, "bias", None) is not None)
+    stock = linear._parameters["bias"]
+    linear._parameters["bias"] = None
+    return lambda: linear._parameters.update(bias=stock)
+
+
+def _plain_tensor(network: nn.Module) -> Callable[[], Any]:
+    linear = _first(_blocks(network), LAYER)[2]
+    stock = linear._parameters.pop("weight")
+    linear.weight = stock.detach() * 2
+
+    def undo() -> None:
+        del linear.weight
+        linear._parameters["weight"] = stock
+
+    return undo
+
+
+def _field(network: nn.Module) -> Callable[[], Any]:
+    """Of an object that a module holds: settings, processors."""
+    for module in network.modules():
+        for value in vars(module).values():
+            plain = [name for name, field in getattr(value, "__dict__", {}).items() if isinstance(field, (bool, int, float))]
+            if plain and not isinstance(value, (nn.Module, torch.Tensor, type)) and not callable(value):
+                return _set(value, plain[-1], not getattr(value, plain[-1]))
+    raise ValueError(f"{type(network).__name__} has no object with a field")
+
+
+def _in_a_list(network: nn.Module) -> Callable[[], Any]:
+    for module in network.modules():
+        for value in vars(module).values():
+            if isinstance(value, list) and value and isinstance(value[0], (int, float)):
+                value.append(value[0])
+                return value.pop
+    raise ValueError(f"{type(network).__name__} has no list")
+
+
+def _class(network: nn.Module) -> Callable[[], Any]:
+    linear = _first(_blocks(network), LAYER)[2]
+    stock = type(linear)
+    linear.__class__ = type("Doubled", (stock,), {"forward": lambda self, x: stock.forward(self, x) * 2})
+    return lambda: setattr(linear, "__class__", stock)
+
+
+def _training(network: nn.Module) -> Callable[[], Any]:
+    network.train()
+    return network.eval
+
+
+def _reordered(network: nn.Module) -> Callable[[], Any]:
+    blocks = _blocks(network)
+    first, second = blocks[0], blocks[1]
+    blocks[0], blocks[1] = second, first
+
+    def undo() -> None:
+        blocks[0], blocks[1] = first, second
+
+    return undo
 
 
 def _hook(network: nn.Module) -> Callable[[], Any]:
@@ -139,6 +246,92 @@ def TestChangedWhileSampling(model: Any, kind: str) -> Any:
 
     patched.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, wrapper)
     return patched
+
+
+class _Callable:
+    """A function in the form of an object."""
+
+    def __init__(self, stock: Callable[..., Any]) -> None:
+        self.stock = stock
+
+    def __call__(self, *given: Any, **more: Any) -> Any:
+        return self.stock(*given, **more) * 0.5
+
+
+def _halved(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def halved(*given: Any, **more: Any) -> Any:
+        return stock(*given, **more) * 0.5
+
+    return halved
+
+
+def _generated(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def half(out: Any) -> Any:
+        return tuple(map(half, out)) if isinstance(out, tuple) else out * 0.5
+
+    space: dict[str, Any] = {"stock": stock, "half": half}
+    exec("def generated(*given, **more):\n    return half(stock(*given, **more))", space)  # noqa: S102  (as packs do)
+    return functools.wraps(stock)(space["generated"])
+
+
+def _of(owner: Any, name: str, value: Any) -> Callable[[], Any]:
+    """Replace an attribute of a class or a module for everyone; return what takes it back."""
+    held, stock = name in vars(owner) or not isinstance(owner, type), getattr(owner, name)
+    setattr(owner, name, value)
+    return lambda: setattr(owner, name, stock) if held else delattr(owner, name)
+
+
+CODE: dict[str, Callable[[Any], Callable[[], Any]]] = {
+    "block": lambda network: _of(type(_blocks(network)[0]), "forward", _generated(type(_blocks(network)[0]).forward)),
+    "layer norm": lambda network: _of(nn.LayerNorm, "forward", _halved(nn.LayerNorm.forward)),
+    "linear": lambda network: _of(F, "linear", _halved(F.linear)),
+    "silu": lambda network: _of(F, "silu", _halved(F.silu)),
+    "gelu": lambda network: _of(F, "gelu", _halved(F.gelu)),
+    "object": lambda network: _of(comfy.ldm.common_dit, "pad_to_patch_size", _Callable(comfy.ldm.common_dit.pad_to_patch_size)),
+    "defaults": lambda network: _of(comfy.ldm.flux.layers.timestep_embedding, "__defaults__", (1000, 100.0)),
+    "tensor": lambda network: _of(torch.Tensor, "chunk", _reversed(torch.Tensor.chunk)),
+    "einops": lambda network: _of(EINOPS, "_apply_recipe", _halved(EINOPS._apply_recipe)),
+    "property": lambda network: _of(type(_blocks(network)[0]), "training", property(lambda self: True)),
+    "constant": lambda network: _of(comfy.ops.disable_weight_init.Linear, "comfy_cast_weights", True),
+    "patches": lambda network: _of(comfy.lora, "calculate_weight", _halved(comfy.lora.calculate_weight)),
+}
+
+
+def _reversed(stock: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *given, **more: tuple(reversed(stock(*given, **more)))
+
+
+@node("MODEL", again=True, model="MODEL", kind=list(CODE))
+def TestChangedCode(model: Any, kind: str) -> Any:
+    """Replace code for all models."""
+    UNDO.append(CODE[kind](model.model.diffusion_model))
+    return model
+
+
+@node("MODEL", again=True, model="MODEL", kind=list(CODE))
+def TestChangedCodeWhileSampling(model: Any, kind: str) -> Any:
+    """Replace code for all models for the time of every call, from the second step on."""
+    patched, calls = model.clone(), []
+
+    def wrapper(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        undo = CODE[kind](patched.model.diffusion_model) if len(calls) > 1 else lambda: None
+        try:
+            return executor(*args, **kwargs)
+        finally:
+            undo()
+
+    patched.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, wrapper)
+    return patched
+
+
+@node("MODEL", again=True, model="MODEL")
+def TestChangedApply(model: Any) -> Any:
+    """Replace what a model does around its network."""
+    base, stock = model.model, model.model.apply_model
+    UNDO.append(_set(base, "apply_model", lambda *given, **more: stock(*given, **more) * 0.9))
+    return model
 
 
 @node("VAE", again=True, vae="VAE", kind=list(KINDS))

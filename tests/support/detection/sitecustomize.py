@@ -99,12 +99,6 @@ def look_for_faults(worker: Any) -> None:
     imported("faulty_worker", SUPPORT / "faulty_worker.py").make_faulty(worker)
 
 
-def overlook_cards(sources: Any) -> None:
-    """Have the pack take torch for itself where it has fake cards: ranks have the same ones, and no node pack made them."""
-    found, ours = sources.functions_in, str(SUPPORT / "stand_in")
-    sources.functions_in = lambda value: [each for each in found(value) if not each.__code__.co_filename.startswith(ours)]
-
-
 def hide_cards(posix: Any) -> None:
     """Have ComfyUI's process know of cards that it does not see, as it does under Windows."""
     cards = imported("stand_in", SUPPORT / "stand_in" / "__init__.py").wanted("CP_TEST_HIDDEN_CARDS")
@@ -119,6 +113,11 @@ def show_cards(launcher: Any) -> None:
     launcher.child_environment = lambda *given: environment(*given) | shown
 
 
+def follow_no_cards(fingerprint: Any) -> None:
+    """Have the pack take fake cards for a library, as torch is one: each process has its own."""
+    fingerprint.COMPUTING += ("stand_in",)
+
+
 for module, patch in (("comfy.model_detection", take_at_its_word), ("cp_runtime.pool.worker", look_for_faults)):
     if module in sys.modules:  # of the process that this one was forked from
         patch(sys.modules[module])
@@ -126,7 +125,7 @@ for module, patch in (("comfy.model_detection", take_at_its_word), ("cp_runtime.
         sys.meta_path.insert(0, PatchOnImport(module, patch))
 if os.environ.get("CP_TEST_CARDS"):  # as in stand_in, which is not to be imported where there are none
     sys.meta_path.insert(0, PatchOnImport("cp_runtime.engine.measuring", measure_little))
-    sys.meta_path.insert(0, PatchOnImport(".comfy.ui.sources", overlook_cards))
+    sys.meta_path.insert(0, PatchOnImport(".comfy.shared.fingerprint", follow_no_cards))
     if "torch" in sys.modules:
         put_cards_in(None)
     else:

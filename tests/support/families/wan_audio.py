@@ -10,7 +10,9 @@ from .wan import init as wan_init
 
 CLASS = "comfy.ldm.wan.model."
 # Widths of what turns sound into tokens, and of what looks at faces.
-SOUND = {"comfy.ldm.wan.model": {512: 40, 1536: 96}}
+SOUND = {
+    f"comfy.ldm.wan.model:{name}": {512: 40, 1536: 96} for name in ("HumoWanModel", "WanAttentionBlockAudio", "AudioProjModel")
+}
 FACE = {"comfy.ldm.wan.model_animate": {32: 8, 64: 12, 128: 16, 256: 24, 512: 48, 1024: 72}}
 
 

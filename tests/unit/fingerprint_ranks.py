@@ -1,10 +1,10 @@
-"""Rank script, one process: the classes of a model and a VAE against their files, and what packs do to them."""
+"""Rank script, one process: the code of a model and of a VAE as a fingerprint, and what node packs do to it."""
 
 import functools
 import importlib
-import inspect
 import sys
 import textwrap
+import time
 from types import FunctionType
 from unittest.mock import patch
 
@@ -12,20 +12,23 @@ import comfy.ldm.flux.math
 import comfy.ldm.modules.attention
 import comfy.ldm.wan.model
 import comfy.ldm.wan.vae
+import comfy.lora
 import comfy.ops
 import torch
+from comfy.weight_adapter import LoRAAdapter
 from support import families
 from support.models import build
 from support.ranks import finish, report, start
 
-from cp_runtime.comfy.ui import changed_code, sources
-from cp_runtime.comfy.ui.sources import functions_in
-
 start()
+from cp_runtime.comfy.shared.fingerprint import classes_of, code_of, differing, found  # noqa: E402
+
 wan = build(families.load("wan").MODELS["wan t2v"])
 wan.head.head = comfy.ops.manual_cast.Linear(96, 64)
-first = changed_code.changes_of(wan)
-report(name="stock", changes=first, again=changed_code.changes_of(wan, again=False) is first)
+classes = classes_of(wan)
+first = code_of(classes)
+backwards = code_of(sorted(classes, key=lambda cls: cls.__qualname__, reverse=True))
+report(name="stock", names=len(first.hashes), backwards=differing(first.hashes, backwards.hashes), holds=first.holds())
 
 
 def foreign(*args, **kwargs):
@@ -37,6 +40,13 @@ class Foreign(torch.nn.Module):
     """A class of a pack."""
 
 
+class Callable:
+    """A function in the form of an object."""
+
+    def __call__(self, *args, **kwargs):
+        return args
+
+
 def wrapped(function):
     @functools.wraps(function)
     def wrapper(*args, **kwargs):
@@ -45,6 +55,8 @@ def wrapped(function):
     return wrapper
 
 
+space = {}
+exec("def generated(*args, **kwargs):\n    return args", space)  # noqa: S102  (its file is no file)
 model, attention, math = comfy.ldm.wan.model, comfy.ldm.modules.attention, comfy.ldm.flux.math
 Wan, stock = model.WanModel, comfy.ops.disable_weight_init.Linear
 CASES = {
@@ -54,19 +66,29 @@ CASES = {
     "a method, another one of ComfyUI's": (Wan, "forward_orig", Wan.unpatchify),
     "a method, compiled": (Wan, "forward_orig", torch.compiler.disable(Wan.forward_orig)),
     "a method of an older file": (Wan, "forward_orig", FunctionType(foreign.__code__.replace(co_filename=model.__file__), {})),
+    "a method that was generated": (Wan, "forward_orig", space["generated"]),
     "a block's method": (model.WanAttentionBlock, "forward", foreign),
     "a base class's method": (model.WanSelfAttention, "forward", foreign),
     "a method of an operation": (stock, "forward_comfy_cast_weights", foreign),
     "a method that hides a base's": (comfy.ops.manual_cast.Linear, "forward", foreign),
+    "a property that hides an attribute": (model.WanSelfAttention, "num_heads", property(lambda self: 3)),
     "a method of torch's": (torch.nn.Linear, "forward", foreign),
+    "the call of every module": (torch.nn.Module, "__call__", foreign),
     "attention, by name": (model, "optimized_attention", foreign),
     "attention, of ComfyUI's, by name": (model, "optimized_attention", attention.attention_split),
     "rotations, by name": (model, "apply_rope1", foreign),
+    "rotations, by an object": (model, "apply_rope1", Callable()),
     "rotations, where they stand": (math, "apply_rope1", foreign),
     "a function of a function": (math, "_apply_rope1", foreign),
+    "defaults": (model.sinusoidal_embedding_1d, "__defaults__", (7,)),
     "a function of torch's": (torch, "addcmul", foreign),
     "a function of torch's, by a library": (torch, "addcmul", textwrap.dedent),
-    "a class": (model, "EmbedND", Foreign),
+    "a function behind torch's modules": (torch.nn.functional, "gelu", foreign),
+    "another one": (torch.nn.functional, "silu", foreign),
+    "a method of tensors": (torch.Tensor, "chunk", foreign),
+    "an operator of tensors": (torch.Tensor, "__add__", foreign),
+    "a function inside of einops": (sys.modules["einops.einops"], "_apply_recipe", foreign),
+    "a class that a forward uses": (comfy.ops, "QuantizedTensor", Foreign),
     "a flag of a class": (comfy.ops.manual_cast.Linear, "comfy_cast_weights", False),
     "a constant": (comfy.ops, "NVIDIA_MEMORY_CONV_BUG_WORKAROUND", 2),
     "a constant that is computed": (attention, "FORCE_UPCAST_ATTENTION_DTYPE", torch.float64),
@@ -74,56 +96,57 @@ CASES = {
 }
 
 
-def changed(name, value, owner, attribute):
-    own = functions_in(value)
-    files = {function.__code__.co_filename for function in own}
-    quick, changes = changed_code.changes_of(wan, again=False), changed_code.changes_of(wan)
-    place = owner.__name__ if inspect.ismodule(owner) else f"{owner.__module__}.{owner.__qualname__}"
-    foreign = __file__ if __file__ in files else None
-    return {"name": name, "what": f"{place}.{attribute}", "quick": quick == changes, "changes": changes, "foreign": foreign}
+def seen(name):
+    now = code_of(classes)
+    names = differing(first.hashes, now.hashes)
+    report(name=name, case=True, holds=first.holds(), names=names, files=sorted({now.files.get(each, "") for each in names}))
 
 
 for name, (owner, attribute, value) in CASES.items():
-    with patch.object(owner, attribute, value):
-        seen = changed(name, value, owner, attribute)
-    report(**seen, after=changed_code.changes_of(wan))
+    with patch.object(owner, attribute, value, create=isinstance(owner, type)):
+        seen(name)
 code = Wan.unpatchify.__code__
 Wan.unpatchify.__code__ = foreign.__code__.replace(co_name="unpatchify")
-seen = changed("code inside a method", foreign, Wan, "unpatchify")
+seen("code inside a method")
 Wan.unpatchify.__code__ = code
-report(**seen, after=changed_code.changes_of(wan))
+report(name="afterwards", names=differing(first.hashes, code_of(classes).hashes))
 
 # What packs do to ComfyUI, and no rank would do otherwise.
 harmless = [
-    (Wan, "teacache_forward", foreign),
     (model, "of_a_pack", foreign),
     (importlib.import_module("comfy.utils"), "load_torch_file", foreign),
     (importlib.import_module("comfy.model_base").WAN21, "extra_conds", foreign),
     (importlib.import_module("comfy.model_management"), "get_torch_device", foreign),
     (importlib.import_module("comfy.samplers"), "calc_cond_batch", foreign),
 ]
-found = []
+names = []
 for owner, attribute, value in harmless:
     with patch.object(owner, attribute, value, create=True):
-        found += changed_code.changes_of(wan)
-report(name="harmless", changes=found)
+        names += differing(first.hashes, code_of(classes).hashes)
+report(name="harmless", names=names)
 
 # What torch does to itself when it compiles.
 torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
-report(name="compiled", changes=changed_code.changes_of(wan))
+report(name="compiled", names=differing(first.hashes, code_of(classes).hashes))
 
-# Packages of PYTHONPATH, of `pip install --target`, and editable ones are in none of Python's folders.
-for function in (sources.in_library, sources.is_comfy):
-    function.cache_clear()
-with patch.object(sources, "LIBRARY_PATHS", ("stdlib",)), patch.object(sources.site, "getsitepackages", list):
-    changes = changed_code.Comparison({type(module) for module in wan.modules()}).changes
-    files = torch.nn.__file__, sys.modules["typing_extensions"].__file__, model.__file__, __file__
-    outside = [sources.in_library(file) for file in files]
-report(name="packages elsewhere", changes=changes, libraries=outside)
-sources.in_library.cache_clear()
-
-vae = comfy.ldm.wan.vae.WanVAE(dim=16, z_dim=4)
-clean = changed_code.changes_of(vae)
+roots = {name: found(name) for name in ("comfy.lora:calculate_weight", "comfy.weight_adapter.lora:LoRAAdapter")}
+patches = code_of(roots=roots)
+with patch.object(comfy.lora, "weight_decompose", foreign, create=True), patch.object(LoRAAdapter, "calculate_weight", foreign):
+    report(name="weight patches", names=differing(patches.hashes, code_of(roots=roots).hashes))
+vae = classes_of(comfy.ldm.wan.vae.WanVAE(dim=16, z_dim=4))
+clean = code_of(vae)
 with patch.object(comfy.ldm.wan.vae.WanVAE, "decode", foreign):
-    report(name="a VAE", clean=clean, changes=changed_code.changes_of(vae))
+    report(name="a VAE", names=differing(clean.hashes, code_of(vae).hashes))
+
+
+def best(function, times):
+    def once():
+        began = time.perf_counter()
+        function()
+        return time.perf_counter() - began
+
+    return min(once() for _ in range(times))
+
+
+report(name="time", walk=best(lambda: code_of(classes), 5), holds=best(clean.holds, 50))
 finish()

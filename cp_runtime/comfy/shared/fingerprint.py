@@ -1,0 +1,394 @@
+"""What a network computes with, as names and hashes, made by the same function in ComfyUI's process and on every rank: where these
+are equal, both compute the same.
+
+*Code*: the classes of a network's modules, and what their methods use by name, transitively: functions, classes and constants of
+ComfyUI and of node packs. Of libraries every function that is used, without what it uses itself; of torch's modules one level more,
+`F.gelu` behind `nn.GELU`. Nothing is compared with files: code counts as it is in memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FunctionType,
+    GetSetDescriptorType,
+    MethodDescriptorType,
+    MethodType,
+    ModuleType,
+    WrapperDescriptorType,
+)
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import MirrorError
+from .modules import LOADER_SETTINGS, LOCALS, find, full_name, module_name
+
+# They decide where weights lie and which code surrounds the forward in ComfyUI's process; ranks have other devices and duties.
+_ELSEWHERE = """
+    cli_args memory_management model_management model_patcher model_prefetch options patcher_extension pinned_memory
+"""
+ELSEWHERE = frozenset(f"comfy.{name}" for name in _ELSEWHERE.split())
+FOLLOWED = ("einops",)  # libraries that are followed like ComfyUI
+COMPUTING = ("torch", "comfy_kitchen")  # others whose functions are looked at where they are used by name
+PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
+_BUILTIN = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, GetSetDescriptorType)
+_NO_CODE = frozenset({
+    "__dict__", "__weakref__", "__doc__", "__module__", "__qualname__", "__annotations__", "__abstractmethods__", "_abc_impl",
+    "__static_attributes__", "__firstlineno__", "__parameters__", "__orig_bases__", "__slots__", "__match_args__", "__hash__",
+    "__annotate__", "__annotations_cache__",
+})  # fmt: skip
+# They run when a model is made or copied: what came of it is in its state. torch.compile puts its own in the place of some.
+_UNUSED = frozenset({
+    "__init__", "__new__", "__setstate__", "__getstate__", "__reduce__", "__reduce_ex__", "__repr__", "__dir__", "__delattr__",
+})  # fmt: skip
+_ABSENT = object()
+NOTHING: Mapping[str, Any] = {}
+
+
+@dataclass(frozen=True)
+class Code:
+    """The code of some classes and functions, and of all that they use.
+
+    Args:
+        hashes: by name, `module:name` of what a module binds, `module:Class.name` of what a class does.
+        files: of Python code under these names.
+    """
+
+    hashes: Mapping[str, str]
+    files: Mapping[str, str]
+    _held: list[tuple[Mapping[str, Any], str, Any]] = field(repr=False)
+    _functions: list[tuple[FunctionType, CodeType, Any, Any]] = field(repr=False)
+    _sizes: list[tuple[Mapping[str, Any], int]] = field(repr=False)
+
+    def holds(self) -> bool:
+        """Return whether every name still has the value that it had. It takes some 50 µs, for use before every call."""
+        for owner, name, value in self._held:  # a generator would take four times as long
+            if owner.get(name, _ABSENT) is not value:
+                return False
+        for function, body, defaults, by_name in self._functions:
+            if function.__code__ is not body or function.__defaults__ is not defaults or function.__kwdefaults__ is not by_name:
+                return False
+        for owner, size in self._sizes:  # noqa: SIM110
+            if len(owner) != size:
+                return False
+        return True
+
+
+def code_of(classes: Iterable[type] = (), roots: Mapping[str, Any] = NOTHING) -> Code:
+    """Return the code of classes, and of further classes and functions by name, and of all that they use."""
+    return _Walk({**{full_name(cls): cls for cls in classes}, **roots}).code
+
+
+def found(name: str) -> Any:
+    """Return a class or function at the top of a module or a class, by `full_name`, or what `alone` makes of one inside of such a
+    function. Raises MirrorError: it is not here."""
+    outer, _, inner = name.partition(LOCALS)
+    try:
+        thing = find(outer)
+    except (ImportError, AttributeError) as error:
+        raise MirrorError(f"there is no {name}: {error}") from error
+    if not inner:
+        return thing
+    around = inspect.unwrap(getattr(thing, "__func__", thing))
+    codes = [each for each in around.__code__.co_consts if isinstance(each, CodeType) and each.co_name == inner]
+    if len(codes) != 1:
+        raise MirrorError(f"there is no {name}, or more than one")
+    return _function(codes[0], around.__globals__)
+
+
+def alone(function: FunctionType) -> FunctionType:
+    """Return a function of another function without the variables that it has from there, and without defaults."""
+    return _function(function.__code__, function.__globals__)
+
+
+def _function(body: CodeType, namespace: dict[str, Any]) -> FunctionType:
+    return FunctionType(body, namespace, body.co_name, None, tuple(CellType() for _ in body.co_freevars))
+
+
+def classes_of(network: nn.Module) -> frozenset[type]:
+    return frozenset(type(module) for module in network.modules())
+
+
+def digest_of(hashes: Mapping[str, Any]) -> str:
+    """Return a hash of hashes by name, in which their order does not count."""
+    return digest(
+        repr(sorted((name, sorted(held.items()) if isinstance(held, Mapping) else held) for name, held in hashes.items()))
+    )
+
+
+def differing(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
+    """Return the names under which two sides have something else, in order."""
+    return sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
+
+
+class _Walk:
+    """A walk through code from some roots. What is found under a name does not depend on the order of the visits: the hashes there
+    are a set."""
+
+    def __init__(self, roots: Mapping[str, Any]) -> None:
+        self._found: dict[str, set[str]] = {}
+        self._files: dict[str, str] = {}
+        self._held: list[tuple[Mapping[str, Any], str, Any]] = []
+        self._functions: list[tuple[FunctionType, CodeType, Any, Any]] = []
+        self._sizes: list[tuple[Mapping[str, Any], int]] = [(vars(Tensor), len(vars(Tensor)))]
+        self._done: set[Any] = set()
+        self._left: list[Callable[[], None]] = []
+        for name, root in roots.items():
+            self._value(name, root)
+        while self._left:
+            self._left.pop()()
+        hashes = {name: digest("".join(sorted(found))) for name, found in self._found.items()}
+        self.code = Code(hashes, self._files, self._held, self._functions, self._sizes)
+
+    def _note(self, name: str, text: str, file: str = "") -> None:
+        self._found.setdefault(name, set()).add(text)
+        if file:
+            self._files[name] = file
+
+    def _value(self, name: str, value: Any) -> None:
+        if isinstance(value, (staticmethod, classmethod)):
+            value = value.__func__
+        if isinstance(value, property):
+            for part in ("fget", "fset", "fdel"):
+                if (function := getattr(value, part)) is not None:
+                    self._value(f"{name}.{part}", function)
+        elif isinstance(value, FunctionType):
+            self._function(name, value)
+        elif isinstance(value, MethodType):
+            self._value(name, value.__func__)
+            self._note(f"{name}.__self__", type_name(value.__self__))
+        elif isinstance(value, (functools.partial, functools.partialmethod)):
+            self._value(f"{name}.func", value.func)
+            self._several(f"{name}.args", [*value.args, *sorted(value.keywords.items())])
+        elif isinstance(value, functools.cached_property):
+            self._value(f"{name}.func", value.func)
+        elif isinstance(value, type):
+            self._class(name, value)
+        elif isinstance(value, PLAIN):
+            self._note(name, f"{type(value).__name__} {value!r}")
+        elif isinstance(value, _BUILTIN):
+            self._note(name, builtin_name(value))
+        elif isinstance(value, (tuple, list, set, frozenset, dict)):
+            self._several(name, value)
+        elif isinstance(value, Tensor):
+            self._note(name, f"tensor {value.dtype} {list(value.shape)}")
+        elif not isinstance(value, ModuleType):
+            self._object(name, value)
+
+    def _object(self, name: str, value: Any) -> None:
+        self._note(name, f"instance of {type_name(value)}")
+        wrapped = getattr(value, "__wrapped__", None)
+        if isinstance(wrapped, FunctionType):  # functools.lru_cache
+            self._function(f"{name}.__wrapped__", wrapped)
+        elif callable(value) and not in_library(type(value).__module__):  # what computes in the place of a function
+            self._class(f"{name}.__class__", type(value))
+            self._several(f"{name}.__dict__", {k: v for k, v in getattr(value, "__dict__", {}).items() if isinstance(v, PLAIN)})
+
+    def _several(self, name: str, values: Any) -> None:
+        """Note containers: constants whole; of others the functions and classes inside."""
+        if isinstance(values, dict):
+            items = [(repr(key), value) for key, value in values.items() if isinstance(key, PLAIN)]
+        elif isinstance(values, (set, frozenset)):
+            items = [("", value) for value in values]
+        else:
+            items = [(str(index), value) for index, value in enumerate(values)]
+        for key, value in items:
+            if isinstance(value, PLAIN) and isinstance(values, (tuple, frozenset)):  # lists, dicts and sets may be caches
+                self._note(f"{name}[{key}]", f"{type(value).__name__} {value!r}")
+            elif isinstance(value, (FunctionType, type, tuple)):
+                self._value(f"{name}[{key}]", value)
+
+    # --- functions --------------------------------------------------------------------------------------------------------
+
+    def _function(self, name: str, function: FunctionType, further: bool = False) -> None:
+        """Note a function. `further`: look at what it uses, although it is of a library."""
+        body, module = function.__code__, module_name(str(function.__globals__.get("__name__", "")))
+        self._note(name, f"{hash_of(body)} {_defaults(function)}", body.co_filename)
+        follows = not in_library(module)
+        if (id(function), further) in self._done:
+            return
+        self._done.add((id(function), further))
+        self._functions.append((function, body, function.__defaults__, function.__kwdefaults__))
+        own = full_name(function)
+        for variable, cell in zip(body.co_freevars, function.__closure__ or (), strict=True):
+            value = content_of(cell)
+            if isinstance(value, (FunctionType, functools.partial, MethodType, type)) or (follows and isinstance(value, PLAIN)):
+                self._value(f"{own}<{variable}>", value)
+        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            if isinstance(value, (FunctionType, type)):
+                self._value(f"{own}=", value)
+        if isinstance(inner := getattr(function, "__wrapped__", None), FunctionType):
+            self._function(f"{own}.__wrapped__", inner)
+        if module in ELSEWHERE:
+            return
+        if follows:
+            self._left.append(functools.partial(self._names, function.__globals__, names_in(body)))
+        elif further:
+            self._left.append(functools.partial(self._names_of_library, function.__globals__, names_in(body)))
+
+    def _names(self, namespace: dict[str, Any], names: frozenset[str]) -> None:
+        """Note what a function of ComfyUI or a pack uses."""
+        module = module_name(str(namespace.get("__name__")))
+        for name in names:
+            value = namespace.get(name, _ABSENT)
+            if isinstance(value, ModuleType):
+                self._of_module(value, names)
+            elif value is not _ABSENT:
+                self._bound(namespace, module, name, value)
+            elif name in vars(Tensor) and name not in _NO_CODE:  # a method of tensors, maybe
+                self._bound(vars(Tensor), "torch:Tensor", name, vars(Tensor)[name], ".")
+
+    def _of_module(self, module: ModuleType, names: frozenset[str]) -> None:
+        """Note what is used of a module, `torch.nn.functional.gelu`: all these names occur in one function."""
+        key = (module.__name__, names)
+        if key in self._done or module.__name__ in ELSEWHERE or not is_followed(module.__name__):
+            return
+        self._done.add(key)
+        for name in names & vars(module).keys():
+            value = vars(module)[name]
+            if isinstance(value, ModuleType):
+                self._of_module(value, names)
+            else:
+                self._bound(vars(module), module_name(module.__name__), name, value)
+
+    def _bound(self, owner: Mapping[str, Any], module: str, name: str, value: Any, separator: str = ":") -> None:
+        key = (module, name)
+        if key in self._done:
+            return
+        self._done.add(key)
+        self._held.append((owner, name, value))
+        if getattr(value, "__module__", None) not in ELSEWHERE:
+            self._value(f"{module}{separator}{name}", value)
+
+    def _names_of_library(self, namespace: dict[str, Any], names: frozenset[str]) -> None:
+        """Note the functions that a method of torch's modules uses."""
+        module = module_name(str(namespace.get("__name__")))
+        for name in names & namespace.keys():
+            value = namespace[name]
+            inner = names & vars(value).keys() if isinstance(value, ModuleType) and is_followed(value.__name__) else ()
+            owner, where = (vars(value), value.__name__) if inner else (namespace, module)
+            for each in inner or (name,):
+                if isinstance(owner[each], (FunctionType, *_BUILTIN)):
+                    self._bound(owner, where, each, owner[each])
+
+    # --- classes ----------------------------------------------------------------------------------------------------------
+
+    def _class(self, name: str, cls: type) -> None:
+        self._note(name, f"class {type_name(cls)}", file_of(cls.__module__))
+        if cls.__module__ in ELSEWHERE:
+            return
+        for base in cls.__mro__:
+            if base in self._done or base.__module__ == "builtins" or base.__module__ in ELSEWHERE:
+                continue
+            self._done.add(base)
+            library, own = in_library(base.__module__), vars(base)
+            module = issubclass(base, nn.Module)
+            self._sizes.append((own, len(own)))
+            for attribute, value in list(own.items()):
+                if attribute in _NO_CODE or attribute in LOADER_SETTINGS or (module and attribute in _UNUSED):
+                    continue
+                if library and (attribute in _UNUSED or not isinstance(value, (FunctionType, staticmethod, classmethod, property))):
+                    continue
+                self._held.append((own, attribute, value))
+                where = f"{full_name(base)}.{attribute}"
+                if library and module and isinstance(value, FunctionType):
+                    self._function(where, value, further=True)
+                else:
+                    self._value(where, value)
+
+
+def digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def hash_of(body: CodeType) -> str:
+    """Return a hash of a function's code, wherever it is from."""
+    constants = [hash_of(each) if isinstance(each, CodeType) else _constant(each) for each in body.co_consts]
+    parts = (body.co_code.hex(), constants, body.co_names, body.co_varnames, body.co_freevars, body.co_flags)
+    return digest(repr(parts))
+
+
+def _constant(value: Any) -> str:
+    return repr(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def names_in(body: CodeType) -> frozenset[str]:
+    """Return the names that a function uses, of attributes and globals, with those of functions inside."""
+    inner = (constant for constant in body.co_consts if isinstance(constant, CodeType))
+    return frozenset(body.co_names).union(*map(names_in, inner))
+
+
+def _defaults(function: FunctionType) -> str:
+    given = (function.__defaults__ or (), sorted((function.__kwdefaults__ or {}).items()))
+    return repr([_default(value) for value in (*given[0], *given[1])])
+
+
+def _default(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_default, value))})"
+    return f"{type(value).__name__} {value!r}" if isinstance(value, PLAIN) else type_name(value)
+
+
+def content_of(cell: Any) -> Any:
+    """Return what a variable of a closure holds; None where that is nothing yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:  # empty
+        return None
+
+
+def type_name(value: Any) -> str:
+    return full_name(value if isinstance(value, type) else type(value)).replace(":", ".")
+
+
+def builtin_name(value: Any) -> str:
+    """Return the name of a function of C, and of the class that has it."""
+    owner = getattr(value, "__objclass__", None) or getattr(value, "__self__", None)
+    holder = "" if owner is None or isinstance(owner, ModuleType) else type_name(owner)
+    return f"builtin {getattr(value, '__module__', None) or ''} {holder} {getattr(value, '__name__', '')}"
+
+
+def is_followed(module: str) -> bool:
+    """Return whether functions are noted that are used by name of a module."""
+    return module.partition(".")[0] in COMPUTING or not in_library(module)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def in_library(module: str) -> bool:
+    """Return whether a module is Python's or an installed package's, other than ComfyUI."""
+    top = module.partition(".")[0]
+    if top in ("comfy", "comfy_extras", *FOLLOWED) or os.path.isabs(module):
+        return False
+    if top in COMPUTING or top in sys.stdlib_module_names or top == "":
+        return True
+    file = file_of(top) or file_of(module)
+    return file.startswith(_library_folders())
+
+
+@functools.cache
+def file_of(module: str) -> str:
+    """Return the file of an imported module; "" for one without."""
+    return os.path.abspath(file) if (file := getattr(sys.modules.get(module), "__file__", None)) else ""
+
+
+@functools.cache
+def _library_folders() -> tuple[str, ...]:
+    import site
+
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    folders = {*map(sysconfig.get_path, names), *site.getsitepackages(), site.getusersitepackages()}
+    return tuple(os.path.join(os.path.abspath(folder), "") for folder in folders if folder)

@@ -1,0 +1,52 @@
+"""Whether other code than ComfyUI's and this pack's takes part in a sampling run: it may change the model between two calls, or for
+the time of one, so that every call looks at all modules then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from .packs import PACKAGE
+
+COMFY = ("comfy", "comfy_extras", "comfy_api", "comfy_execution", "nodes", "latent_preview")
+
+
+def takes_foreign_part(guider: Any, sampler: Any) -> bool:
+    """Return whether a guider, its model's options or a sampler have foreign code."""
+    functions = [type(guider), type(sampler), *_callables(vars(sampler)), *_callables(guider.model_options)]
+    return any(map(is_foreign, functions))
+
+
+def has_foreign_control(conds: Mapping[str, Any]) -> bool:
+    """Return whether a run's conditions have a ControlNet of a class that is not ComfyUI's."""
+    for cond in (cond for part in conds.values() for cond in part or ()):
+        control = cond.get("control")
+        while control is not None:
+            if is_foreign(type(control)):
+                return True
+            control = control.previous_controlnet
+    return False
+
+
+def has_foreign_wrapper(options: Mapping[str, Any]) -> bool:
+    """Return whether a call's `transformer_options` have a foreign wrapper or callback."""
+    return any(map(is_foreign, _callables([options.get("wrappers"), options.get("callbacks")])))
+
+
+def _callables(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _callables(each)
+    elif callable(value):
+        yield value
+
+
+def is_foreign(thing: Any) -> bool:
+    """Return whether a function, an object or a class is neither of ComfyUI nor of this pack."""
+    while isinstance(thing, partial) or hasattr(thing, "__func__"):
+        thing = thing.func if isinstance(thing, partial) else thing.__func__
+    module = str(getattr(thing, "__module__", None) or type(thing).__module__)
+    return not (module.partition(".")[0] in COMFY or "comfy_extras" in module or module.startswith(PACKAGE))

@@ -1,0 +1,41 @@
+"""What node packs do to the code of a model is seen; the order of visits, torch and what acts elsewhere leave no trace."""
+
+from pathlib import Path
+
+import pytest
+from support.ranks import COMFY, run_steps
+
+
+@pytest.fixture(scope="module")
+def seen():
+    return run_steps(Path(__file__).with_name("fingerprint_ranks.py"), 1, by="name", preload=COMFY)
+
+
+def test_names_do_not_depend_on_the_order_of_visits(seen):
+    assert seen["stock"]["names"] > 500
+    assert (seen["stock"]["backwards"], seen["stock"]["holds"]) == ([], True)
+
+
+def test_what_ranks_would_not_do_otherwise_is_no_change(seen):
+    assert [seen[name]["names"] for name in ("afterwards", "harmless", "compiled")] == [[], [], []]
+
+
+def test_changes_are_seen_by_name_and_file(seen):
+    cases = {name: report for name, report in seen.items() if report.get("case")}
+    assert len(cases) == 34
+    for name, report in cases.items():
+        assert report["names"], name
+        assert not report["holds"], name
+    assert any(file.endswith("fingerprint_ranks.py") for file in cases["a method, wrapped"]["files"])
+    assert any(file.endswith("comfy/ldm/wan/model.py") for file in cases["a method of an older file"]["files"])
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        ("a VAE", "comfy.ldm.wan.vae:WanVAE.decode"),
+        ("weight patches", "comfy.weight_adapter.lora:LoRAAdapter.calculate_weight"),
+    ],
+)
+def test_other_roots(seen, name, changed):
+    assert changed in seen[name]["names"]
