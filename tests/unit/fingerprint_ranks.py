@@ -125,6 +125,18 @@ for owner, attribute, value in harmless:
         names += differing(first.hashes, code_of(classes).hashes)
 report(name="harmless", names=names)
 
+# ComfyUI's server shows progress, which ranks do without.
+seedvr = [importlib.import_module("comfy.ldm.seedvr.vae").VideoAutoencoderKLWrapper]
+shown = code_of(seedvr)
+with patch.object(importlib.import_module("comfy.utils"), "PROGRESS_BAR_HOOK", foreign):
+    report(name="progress", names=differing(shown.hashes, code_of(seedvr).hashes))
+
+both = []
+for number in (2.0, 3.0):
+    with patch.object(model, "repeat_e", functools.partial(foreign, number)):
+        both.append(code_of(classes).hashes)
+report(name="arguments of a partial", names=differing(*both))
+
 # What torch does to itself when it compiles.
 torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
 report(name="compiled", names=differing(first.hashes, code_of(classes).hashes))

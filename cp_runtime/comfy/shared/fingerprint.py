@@ -40,6 +40,7 @@ _ELSEWHERE = """
     cli_args memory_management model_management model_patcher model_prefetch options patcher_extension pinned_memory
 """
 ELSEWHERE = frozenset(f"comfy.{name}" for name in _ELSEWHERE.split())
+OF_SERVER = frozenset({("comfy.utils", "PROGRESS_BAR_HOOK"), ("comfy.utils", "PROGRESS_BAR_ENABLED")})  # and ranks have none
 FOLLOWED = ("einops",)  # libraries that are followed like ComfyUI
 COMPUTING = ("torch", "comfy_kitchen")  # others whose functions are looked at where they are used by name
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
@@ -171,7 +172,7 @@ class _Walk:
             self._note(f"{name}.__self__", type_name(value.__self__))
         elif isinstance(value, (functools.partial, functools.partialmethod)):
             self._value(f"{name}.func", value.func)
-            self._several(f"{name}.args", [*value.args, *sorted(value.keywords.items())])
+            self._several(f"{name}.args", (*value.args, *sorted(value.keywords.items())))
         elif isinstance(value, functools.cached_property):
             self._value(f"{name}.func", value.func)
         elif isinstance(value, type):
@@ -265,7 +266,7 @@ class _Walk:
 
     def _bound(self, owner: Mapping[str, Any], module: str, name: str, value: Any, separator: str = ":") -> None:
         key = (module, name)
-        if key in self._done:
+        if key in self._done or key in OF_SERVER:
             return
         self._done.add(key)
         self._held.append((owner, name, value))
