@@ -22,6 +22,7 @@ from support.ranks import finish, report, start
 
 start()
 from cp_runtime.comfy.shared.fingerprint import classes_of, code_of, differing, found  # noqa: E402
+from cp_runtime.comfy.shared.state import change_in, state_of, without_later  # noqa: E402
 
 wan = build(families.load("wan").MODELS["wan t2v"])
 wan.head.head = comfy.ops.manual_cast.Linear(96, 64)
@@ -130,6 +131,11 @@ seedvr = [importlib.import_module("comfy.ldm.seedvr.vae").VideoAutoencoderKLWrap
 shown = code_of(seedvr)
 with patch.object(importlib.import_module("comfy.utils"), "PROGRESS_BAR_HOOK", foreign):
     report(name="progress", names=differing(shown.hashes, code_of(seedvr).hashes))
+
+# An attribute that a helper of the constructor assigns is no cache.
+ltxv = build(next(iter(families.load("ltxv").MODELS.values())))
+before, ltxv.patchifier = state_of(ltxv), Callable()
+report(name="patchifier", names=[change_in(without_later(ltxv, before), without_later(ltxv, state_of(ltxv)))])
 
 both = []
 for number in (2.0, 3.0):

@@ -34,6 +34,7 @@ def test_changes_are_seen_by_name_and_file(seen):
     ("name", "changed"),
     [
         ("arguments of a partial", "comfy.ldm.wan.model:repeat_e.args[0]"),
+        ("patchifier", "patchifier of the model"),
         ("a VAE", "comfy.ldm.wan.vae:WanVAE.decode"),
         ("weight patches", "comfy.weight_adapter.lora:LoRAAdapter.calculate_weight"),
     ],

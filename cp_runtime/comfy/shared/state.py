@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ...compat import children_of, global_hooks, hooks_of, slots
 from ...nested import is_plain_storage_subclass
-from .fingerprint import PLAIN, builtin_name, content_of, digest, hash_of, in_library, type_name
+from .fingerprint import PLAIN, builtin_name, content_of, digest, hash_of, in_library, names_in, type_name
 from .modules import BOOKKEEPING, STANDARD
 from .weights import is_dynamic, network_of, sample
 
@@ -224,14 +224,19 @@ def without_later(network: nn.Module, state: State) -> State:
 
 @functools.cache
 def _set_later(cls: Any) -> frozenset[str]:
-    """Return names that methods of a class other than its constructor assign."""
-    found: set[str] = set()
+    """Return names that methods of a class assign, other than its constructor and what only that one calls."""
+    methods: dict[str, list[CodeType]] = {}
     for base in cls.__mro__:
         if not in_library(base.__module__):
             for name, value in vars(base).items():
-                for body in _codes(value) if name != "__init__" else ():
-                    found |= _assigned(body)
-    return frozenset(found)
+                methods.setdefault(name, []).extend(_codes(value))
+    uses = {name: frozenset[str]().union(*map(names_in, bodies)) for name, bodies in methods.items()}
+    first, more = {"__init__"}, {"__init__"}
+    while more := uses.keys() & frozenset[str]().union(*(uses.get(name, ()) for name in more)) - first:
+        first |= more
+    while shared := {name for name in first - {"__init__"} if any(name in uses[each] for each in uses.keys() - first)}:
+        first -= shared
+    return frozenset[str]().union(*(_assigned(body) for name in methods.keys() - first for body in methods[name]))
 
 
 def _codes(value: Any) -> Iterator[CodeType]:
