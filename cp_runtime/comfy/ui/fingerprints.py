@@ -37,7 +37,7 @@ OF_MODEL = (
 _codes: WeakKeyDictionary[nn.Module, dict[tuple[str, ...], Code]] = WeakKeyDictionary()
 _naming: set[str] = set()
 """Packs that have changed constants: see `_packs_behind`."""
-_of_patches: dict[tuple[str, ...], Code] = {}
+_of_patches: dict[tuple[tuple[str, ...], str], tuple[Code, PatchCode]] = {}
 _confirmed: WeakKeyDictionary[nn.Module, tuple[tuple[str, ...], Code]] = WeakKeyDictionary()
 _first: WeakKeyDictionary[nn.Module, tuple[State, Mapping[str, str]]] = WeakKeyDictionary()
 
@@ -59,11 +59,13 @@ def code_of_patches(patches: Mapping[str, Any], only: str = "") -> PatchCode | N
     if not patches:
         return None
     names = tuple(sorted(patches))
-    ours = _of_patches.get(names)
-    if ours is None or not ours.holds():
-        ours = _of_patches[names] = code_of(roots=patches)
-    packs, digest = in_order(packs_of(ours.files.values())), digest_of(ours.hashes)
-    return PatchCode(roots=names, packs=packs, digest=digest, compare=partial(_compare_patches, ours, only))
+    known = _of_patches.get((names, only))
+    if known is None or not known[0].holds():
+        ours = code_of(roots=patches)
+        packs, compare = in_order(packs_of(ours.files.values())), partial(_compare_patches, ours, only)
+        known = ours, PatchCode(roots=names, packs=packs, digest=digest_of(ours.hashes), compare=compare)
+        _of_patches[names, only] = known
+    return known[1]
 
 
 def note_state(model: Any) -> State:
