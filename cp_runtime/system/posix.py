@@ -139,8 +139,6 @@ def _mappings(path: str) -> list[tuple[int, int, int]]:
 
 # Of the last of the eight bytes that pagemap has for a page: https://docs.kernel.org/admin-guide/mm/pagemap.html
 _PRESENT, _SWAPPED, _SHARED = 1 << 7, 1 << 6, 1 << 5
-
-
 _IS_OWN = bytes(kind & _SWAPPED > 0 or kind & (_PRESENT | _SHARED) == _PRESENT for kind in range(256))
 
 

@@ -12,13 +12,14 @@ import logging
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import folder_paths
 from comfy.cli_args import args
 
 log = logging.getLogger("context_parallel.worker")
 
-OWN = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+OWN = Path(__file__).resolve().parents[3]
 FAILED: dict[str, str] = {}
 """Name of a pack that ends with an error -> the error."""
 _imported: set[str] = set()
@@ -29,7 +30,7 @@ def import_packs(paths: Iterable[str]) -> None:
     has the same name in a folder of its own."""
     for path in paths:
         name = os.path.basename(path)
-        if name in _imported or os.path.realpath(path) == os.path.realpath(OWN):
+        if name in _imported or Path(path).resolve() == OWN:
             continue
         _imported.add(name)
         here = next(filter(os.path.exists, (path, *(os.path.join(each, name) for each in _folders()))), None)

@@ -70,19 +70,17 @@ def guard(model: Any, files: ModelFiles) -> None:
     of its weights before it merges or saves them.
     """
     owner, stock, network = weakref.ref(model), type(model), weakref.ref(model.diffusion_model)
-    replaced = {name: vars(model)[name] for name in ("get_dtype", "apply_model") if name in vars(model)}  # by a node
+    own_dtype, own_apply = vars(model).get("get_dtype"), vars(model).get("apply_model")  # a node's
 
     @reloading_changed_files()
     def get_dtype() -> Any:
         files.check()
-        return replaced["get_dtype"]() if "get_dtype" in replaced else stock.get_dtype(owner())
+        return own_dtype() if own_dtype else stock.get_dtype(owner())
 
     @reloading_changed_files()
     def apply_model(*args: Any, **kwargs: Any) -> Any:
         with files.unchanged():
-            if "apply_model" in replaced:
-                return replaced["apply_model"](*args, **kwargs)
-            return stock.apply_model(owner(), *args, **kwargs)
+            return own_apply(*args, **kwargs) if own_apply else stock.apply_model(owner(), *args, **kwargs)
 
     @reloading_changed_files()
     def state_dict(*args: Any, **kwargs: Any) -> Any:

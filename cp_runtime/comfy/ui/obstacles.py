@@ -7,7 +7,7 @@ only in the UI process, and must be refused: a sharded forward would silently ru
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import comfy.controlnet
@@ -140,8 +140,14 @@ def conditions_obstacle(conds: Mapping[str, Any]) -> str | None:
 
 
 def check_own_forward(model: nn.Module) -> None:
-    """Refuse a replaced forward of the transformer. Cheap: some nodes replace it for the time of a call."""
-    _check_forward_of(model, type(model).__name__)
+    """Refuse a forward of the transformer that is not its class's. Cheap: some nodes replace it for the time of a call. ComfyUI
+    leaves the stock method there when it undoes a patch."""
+    for method in FORWARDS:
+        own = vars(model).get(method)
+        if own is None or getattr(own, "sends_to_workers", False):  # ours, see interception.py
+            continue
+        if getattr(own, "__func__", None) is not getattr(type(model), method, None):
+            raise UnsupportedError(f"a node replaced the forward of {type(model).__name__}. {OF_MODEL}")
 
 
 def computes_here(path: str, model: str) -> UnsupportedError:
@@ -153,16 +159,6 @@ def unsent(what: str) -> UnsupportedError:
     """Build the refusal of a call with a value that ranks need and cannot get."""
     remedy = "Remove the node that put it there, or set on_unsupported of CP Config to 'single device'."
     return UnsupportedError(f"{what.rstrip('.')}. {remedy}")
-
-
-def _check_forward_of(module: nn.Module, name: str, patched: Collection[str] = ()) -> None:
-    """Refuse a forward of an instance that is not its class's. ComfyUI leaves the stock method there when it undoes a patch."""
-    for method in FORWARDS:
-        own = vars(module).get(method)
-        if own is None or method in patched or getattr(own, "sends_to_workers", False):  # ours, see interception.py
-            continue
-        if getattr(own, "__func__", None) is not getattr(type(module), method, None):
-            raise UnsupportedError(f"a node replaced the forward of {name}. {OF_MODEL}")
 
 
 def _check_control(model: nn.Module, control: Mapping[str, Any] | None) -> None:

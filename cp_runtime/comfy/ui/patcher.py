@@ -49,8 +49,6 @@ log = logging.getLogger("context_parallel")
 
 READ_HERE = (PREFIX + "x_embedder.", PREFIX + "y_embedder.")  # by ControlNets for SD3.5
 FEW_STEPS = 8
-
-
 RUNS = itertools.count(1)
 
 

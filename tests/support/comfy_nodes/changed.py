@@ -2,8 +2,7 @@
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import comfy.ldm.common_dit
@@ -217,13 +216,20 @@ KINDS = {
 }
 
 
-@contextmanager
-def _changed(network: nn.Module, kind: str) -> Iterator[None]:
-    undo = KINDS[kind](network)
-    try:
-        yield
-    finally:
-        undo()
+def _while_sampling(model: Any, change: Callable[[Any], Callable[[], Any]]) -> Any:
+    """Return a clone that makes a change for the time of every call, from the second one on."""
+    patched, calls = model.clone(), []
+
+    def wrapper(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        undo = change(patched.model.diffusion_model) if len(calls) > 1 else lambda: None
+        try:
+            return executor(*args, **kwargs)
+        finally:
+            undo()
+
+    patched.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, wrapper)
+    return patched
 
 
 @node("MODEL", again=True, model="MODEL", kind=list(KINDS))
@@ -235,17 +241,7 @@ def TestChangedModel(model: Any, kind: str) -> Any:
 @node("MODEL", again=True, model="MODEL", kind=list(KINDS))
 def TestChangedWhileSampling(model: Any, kind: str) -> Any:
     """Change a clone's model for the time of every call, from its second step on."""
-    patched, calls = model.clone(), []
-
-    def wrapper(executor: Any, *args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 1:
-            return executor(*args, **kwargs)
-        with _changed(patched.model.diffusion_model, kind):
-            return executor(*args, **kwargs)
-
-    patched.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, wrapper)
-    return patched
+    return _while_sampling(model, KINDS[kind])
 
 
 class _Callable:
@@ -312,18 +308,7 @@ def TestChangedCode(model: Any, kind: str) -> Any:
 @node("MODEL", again=True, model="MODEL", kind=list(CODE))
 def TestChangedCodeWhileSampling(model: Any, kind: str) -> Any:
     """Replace code for all models for the time of every call, from the second step on."""
-    patched, calls = model.clone(), []
-
-    def wrapper(executor: Any, *args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        undo = CODE[kind](patched.model.diffusion_model) if len(calls) > 1 else lambda: None
-        try:
-            return executor(*args, **kwargs)
-        finally:
-            undo()
-
-    patched.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, wrapper)
-    return patched
+    return _while_sampling(model, CODE[kind])
 
 
 @node("MODEL", again=True, model="MODEL")
