@@ -5,13 +5,13 @@ import json
 import pytest
 from support import stand_in
 from support.graphs import flux_prompt
-from support.latents import assert_close, distance
+from support.latents import TOLERANCE, distance
 from support.server import ComfyServer
 
 CARDS = stand_in.Cards(kinds=("RTX 5090", "RTX 4090"))
 TWO = {"devices": "cuda:0, cuda:1"}
-BOUNDS = {"float": 2e-4, "fp8": 1e-2}  # a last bit decides between two neighbouring values of 8 bits, now and then
-FILES = {"float": {}, "fp8": {"ckpt": "flux_fp8"}}
+# Rounding to 8 bits makes 1e-2 to 9e-2 of a last bit, in half of the pictures; multiplied as floats, all are off by 7e-2 or more.
+FILES = {"float": ({}, max), "fp8": ({"ckpt": "flux_fp8", "batch": 16, "steps": 1}, min)}
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +29,13 @@ def test_the_panel_offers_both(blind_server):
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("cp", [{}, TWO], ids=["default", "named"])
 def test_both_compute(file, cp, blind_server):
-    expected = blind_server.sample_once(flux_prompt(**FILES[file]))
-    out = blind_server.sample(flux_prompt(cp=cp, **FILES[file]))
+    """All pictures of a batch equal; in fp8 one at least, where no value lies between two of 8 bits."""
+    inputs, choose = FILES[file]
+    expected = blind_server.sample_once(flux_prompt(**inputs))
+    out = blind_server.sample(flux_prompt(cp=cp, **inputs))
     assert [rank["device"] for rank in blind_server.status()["ranks"]] == ["cuda:0", "cuda:1"]
-    assert_close(out.float(), expected.float(), BOUNDS[file])
+    off = choose(distance(one.float(), other.float()) for one, other in zip(out, expected, strict=True))
+    assert off <= TOLERANCE
 
 
 def test_both_cast_what_one_cannot_multiply(blind_server):
