@@ -1,10 +1,14 @@
 """Rank script, one process: the code of a model and of a VAE as a fingerprint, and what node packs do to it."""
 
+import collections
+import fractions
 import functools
 import importlib
+import logging
 import sys
 import textwrap
 import time
+import types
 from types import FunctionType
 from unittest.mock import patch
 
@@ -14,6 +18,7 @@ import comfy.ldm.wan.model
 import comfy.ldm.wan.vae
 import comfy.lora
 import comfy.ops
+import numpy
 import torch
 from comfy.weight_adapter import LoRAAdapter
 from support import families
@@ -44,8 +49,67 @@ class Foreign(torch.nn.Module):
 class Callable:
     """A function in the form of an object."""
 
+    uses = 0
+
+    def __init__(self, scale=1, inner=None):
+        self.scale, self.inner, self.calls = scale, inner, 0
+
+    def __call__(self, *args, **kwargs):
+        self.calls += 1
+        Callable.uses += 1
+        return args
+
+    def method(self, *args, **kwargs):
+        return args
+
+
+class Slotted:
+    """Settings of a pack."""
+
+    __slots__ = ("scale",)
+
+
+class Odd:
+    """An object that answers nothing."""
+
+    def __getattribute__(self, name):
+        raise RuntimeError(name)
+
+    def __repr__(self):
+        raise RuntimeError("repr")
+
+
+class Posing:
+    """A wrapper that looks like what it wraps."""
+
+    __class__ = FunctionType
+
     def __call__(self, *args, **kwargs):
         return args
+
+
+def closed(value):
+    def inner(*args, **kwargs):
+        return value
+
+    return inner
+
+
+def with_default(value):
+    def function(x=value):
+        return x
+
+    return function
+
+
+def counting():
+    count = 0
+
+    def counter(*args, **kwargs):
+        nonlocal count
+        count += 1
+
+    return counter
 
 
 def wrapped(function):
@@ -137,11 +201,118 @@ ltxv = build(next(iter(families.load("ltxv").MODELS.values())))
 before, ltxv.patchifier = state_of(ltxv), Callable()
 report(name="patchifier", names=[change_in(without_later(ltxv, before), without_later(ltxv, state_of(ltxv)))])
 
-both = []
-for number in (2.0, 3.0):
-    with patch.object(model, "repeat_e", functools.partial(foreign, number)):
-        both.append(code_of(classes).hashes)
-report(name="arguments of a partial", names=differing(*both))
+
+def between(before, after, change=lambda: None):
+    """Return the names under which two values of a function differ, and whether what was known of the first one still holds."""
+    with patch.object(model, "repeat_e", before):
+        one = code_of(classes)
+        change()
+        holds = one.holds()
+        if after is not before:
+            model.repeat_e = after
+        return {"names": differing(one.hashes, code_of(classes).hashes), "holds": holds}
+
+
+report(name="arguments of a partial", **between(functools.partial(foreign, 2.0), functools.partial(foreign, 3.0)))
+
+nested = functools.reduce(lambda inner, _: (inner,), range(3000), ())
+one = Callable()
+space = {"__name__": "of_a_pack", "value": 1}
+exec("def lazily(*args):\n    global value\n    value = 2", space)  # noqa: S102
+PAIRS = {
+    "a field of a callable object": (Callable(), Callable(2)),
+    "a function in one": (Callable(inner=foreign), Callable(inner=wrapped)),
+    "a field of a method's object": (Callable().method, Callable(2).method),
+    "an object in a closure": (closed(Callable()), closed(Callable(2))),
+    "a tuple in a closure": (closed((1, (2, 3))), closed((1, (2, 4)))),
+    "a partial in a closure": (closed(functools.partial(foreign, 1)), closed(functools.partial(foreign, 2))),
+    "functions around functions": (wrapped(wrapped(foreign)), wrapped(wrapped(closed(1)))),
+    "an object as a default": (
+        FunctionType(foreign.__code__, {}, "f", (Callable(),)),
+        FunctionType(foreign.__code__, {}, "f", (one,)),
+    ),
+    "what poses as a function": (foreign, Posing()),
+    "a cached function": (functools.lru_cache(foreign), functools.lru_cache(wrapped)),
+}
+one.scale = 3
+for name, pair in PAIRS.items():
+    report(name=name, pair=True, **between(*pair))
+for name, change in {"field": lambda: setattr(one, "scale", 4), "class": lambda: setattr(Callable, "method", foreign)}.items():
+    report(name=f"in place, {name}", pair=True, in_place=True, **between(one, one, change))
+a, b = wrapped(Wan.unpatchify), wrapped(Wan.forward_orig)
+with patch.object(Wan, "unpatchify", a), patch.object(Wan, "forward_orig", b):
+    exchanged = code_of(classes)
+    Wan.unpatchify, Wan.forward_orig = b, a
+    report(name="two wrappers exchanged", pair=True, names=differing(exchanged.hashes, code_of(classes).hashes))
+
+count = counting()
+USED = {
+    "a counter of an object": (one, lambda: one()),
+    "a counter in a closure": (count, lambda: count()),
+    "a global that is set at first use": (space["lazily"], lambda: space["lazily"]()),
+    "a method of a library's class": (lambda *args: logging.getLogger(), lambda: setattr(logging.Logger, "of_a_pack", foreign)),
+}
+for name, (function, use) in USED.items():
+    report(name=name, used=True, **between(function, function, use))
+
+for name, odd in {"object": Odd(), "number": 10**5000, "tuple": nested, "class": type("Odd", (), {"__module__": 3})}.items():
+    report(name=f"odd {name}", odd=True, **between(closed(odd), closed(odd)))
+    vars(wan)["of_a_pack"] = odd
+    report(name=f"odd {name} in a module", odd=True, names=[change_in(state_of(wan), state_of(wan))])
+    del wan.of_a_pack
+report(name="lazy", odd=True, names=[change_in(state_of(torch.nn.LazyLinear(3)), state_of(torch.nn.LazyLinear(3)))])
+
+
+def with_scale(value):
+    scale = Slotted()
+    scale.scale = value
+    return scale
+
+
+class Named(list):
+    """A list with a name."""
+
+    def __init__(self, name):
+        self.name = name
+
+
+def keyword(value):
+    def function(*, given=value):
+        return given
+
+    return function
+
+
+def weighted(value):
+    linear = torch.nn.Linear(2, 2, bias=False)
+    linear.weight.data.fill_(value)
+    return linear
+
+
+numbers = torch.arange(12.0).view(3, 4)
+FIELDS = {
+    "a number of NumPy": (numpy.float32(1), numpy.float32(2)),
+    "an array": (numpy.ones(3), numpy.zeros(3)),
+    "a namespace": (types.SimpleNamespace(a=1), types.SimpleNamespace(a=2)),
+    "slots": (with_scale(1), with_scale(2)),
+    "a deque": (collections.deque([1]), collections.deque([2])),
+    "a range": (range(3), range(4)),
+    "a slice": (slice(3), slice(4)),
+    "a fraction": (fractions.Fraction(1, 3), fractions.Fraction(2, 3)),
+    "a list with a field": (Named("a"), Named("b")),
+    "a cached function": (functools.lru_cache(foreign), functools.lru_cache(wrapped)),
+    "defaults by name": (keyword(1), keyword(2)),
+    "a transposed tensor": (numbers.T, (numbers + 1).T),
+    "a sparse tensor": (numbers.to_sparse(), (numbers + 1).to_sparse()),
+    "a module in a list": ([weighted(1)], [weighted(2)]),
+}
+for name, (before, after) in FIELDS.items():
+    wan.of_a_pack = before
+    state = state_of(wan)
+    same = change_in(state, state_of(wan))
+    wan.of_a_pack = after
+    report(name=f"field, {name}", field=True, same=same, change=change_in(state, state_of(wan)))
+    del wan.of_a_pack
 
 # What torch does to itself when it compiles.
 torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))

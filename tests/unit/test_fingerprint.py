@@ -30,6 +30,31 @@ def test_changes_are_seen_by_name_and_file(seen):
     assert any(file.endswith("comfy/ldm/wan/model.py") for file in cases["a method of an older file"]["files"])
 
 
+def test_objects_that_stand_for_functions_count_and_closures(seen):
+    pairs = {name: report for name, report in seen.items() if report.get("pair")}
+    assert len(pairs) == 13
+    assert [name for name, report in pairs.items() if not report["names"]] == []
+    assert [name for name, report in pairs.items() if report.get("in_place") and report["holds"]] == []
+
+
+def test_what_code_assigns_by_itself_is_no_change(seen):
+    used = {name: (report["names"], report["holds"]) for name, report in seen.items() if report.get("used")}
+    assert len(used) == 4
+    assert set(map(str, used.values())) == {"([], True)"}, used
+
+
+def test_objects_that_answer_nothing_are_the_same_as_themselves(seen):
+    odd = {name: report["names"] for name, report in seen.items() if report.get("odd")}
+    assert len(odd) == 9
+    assert [name for name, names in odd.items() if any(names)] == []
+
+
+def test_fields_of_modules_count_by_content(seen):
+    fields = {name: (report["same"], report["change"]) for name, report in seen.items() if report.get("field")}
+    assert len(fields) == 14
+    assert {name: pair for name, pair in fields.items() if pair[0] or "of_a_pack" not in pair[1]} == {}
+
+
 @pytest.mark.parametrize(
     ("name", "changed"),
     [

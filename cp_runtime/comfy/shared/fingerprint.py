@@ -11,9 +11,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
-import os
-import sys
-import sysconfig
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import (
@@ -22,6 +19,7 @@ from types import (
     CodeType,
     FunctionType,
     GetSetDescriptorType,
+    MemberDescriptorType,
     MethodDescriptorType,
     MethodType,
     ModuleType,
@@ -33,7 +31,9 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import MirrorError
+from .assigned import assigned, names_in, set_later
 from .modules import LOADER_SETTINGS, LOCALS, find, full_name, module_name
+from .origin import file_of, in_library, is_computing, is_followed
 
 # They decide where weights lie and which code surrounds the forward in ComfyUI's process; ranks have other devices and duties.
 _ELSEWHERE = """
@@ -41,10 +41,10 @@ _ELSEWHERE = """
 """
 ELSEWHERE = frozenset(f"comfy.{name}" for name in _ELSEWHERE.split())
 OF_SERVER = frozenset({("comfy.utils", "PROGRESS_BAR_HOOK"), ("comfy.utils", "PROGRESS_BAR_ENABLED")})  # and ranks have none
-FOLLOWED = ("einops",)  # libraries that are followed like ComfyUI
-COMPUTING = ("torch", "comfy_kitchen")  # others whose functions are looked at where they are used by name
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
+CACHED = type(functools.lru_cache(len))
 _BUILTIN = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, GetSetDescriptorType)
+_CODE = (FunctionType, MethodType, functools.partial, type)
 _NO_CODE = frozenset({
     "__dict__", "__weakref__", "__doc__", "__module__", "__qualname__", "__annotations__", "__abstractmethods__", "_abc_impl",
     "__static_attributes__", "__firstlineno__", "__parameters__", "__orig_bases__", "__slots__", "__match_args__", "__hash__",
@@ -55,6 +55,7 @@ _UNUSED = frozenset({
     "__init__", "__new__", "__setstate__", "__getstate__", "__reduce__", "__reduce_ex__", "__repr__", "__dir__", "__delattr__",
 })  # fmt: skip
 _ABSENT = object()
+Key = tuple[int | str, str]
 NOTHING: Mapping[str, Any] = {}
 
 
@@ -71,6 +72,7 @@ class Code:
     files: Mapping[str, str]
     _held: list[tuple[Mapping[str, Any], str, Any]] = field(repr=False)
     _functions: list[tuple[FunctionType, CodeType, Any, Any]] = field(repr=False)
+    _cells: list[tuple[CellType, Any]] = field(repr=False)
     _sizes: list[tuple[Mapping[str, Any], int]] = field(repr=False)
 
     def holds(self) -> bool:
@@ -81,6 +83,9 @@ class Code:
         for function, body, defaults, by_name in self._functions:
             if function.__code__ is not body or function.__defaults__ is not defaults or function.__kwdefaults__ is not by_name:
                 return False
+        for cell, value in self._cells:
+            if content_of(cell) is not value:
+                return False
         for owner, size in self._sizes:  # noqa: SIM110
             if len(owner) != size:
                 return False
@@ -89,7 +94,11 @@ class Code:
 
 def code_of(classes: Iterable[type] = (), roots: Mapping[str, Any] = NOTHING) -> Code:
     """Return the code of classes, and of further classes and functions by name, and of all that they use."""
-    return _Walk({**{full_name(cls): cls for cls in classes}, **roots}).code
+    roots = {**{full_name(cls): cls for cls in classes}, **roots}
+    walk = _Walk(roots, frozenset())
+    while not (passed_over := walk.assigned()) <= walk.passed_over:
+        walk = _Walk(roots, walk.passed_over | passed_over)
+    return walk.code
 
 
 def found(name: str) -> Any:
@@ -136,14 +145,23 @@ def differing(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
 
 class _Walk:
     """A walk through code from some roots. What is found under a name does not depend on the order of the visits: the hashes there
-    are a set."""
+    are a set.
 
-    def __init__(self, roots: Mapping[str, Any]) -> None:
+    Args:
+        passed_over: names of globals and of constants of classes that the code found here assigns by itself, with the id of their
+            namespace or class.
+    """
+
+    def __init__(self, roots: Mapping[str, Any], passed_over: frozenset[Key]) -> None:
+        self.passed_over = passed_over
         self._found: dict[str, set[str]] = {}
         self._files: dict[str, str] = {}
         self._held: list[tuple[Mapping[str, Any], str, Any]] = []
         self._functions: list[tuple[FunctionType, CodeType, Any, Any]] = []
+        self._cells: list[tuple[CellType, Any]] = []
         self._sizes: list[tuple[Mapping[str, Any], int]] = [(vars(Tensor), len(vars(Tensor)))]
+        self._seen: set[Key] = set()
+        self._assigned: set[Key] = set()
         self._done: set[Any] = set()
         self._left: list[Callable[[], None]] = []
         for name, root in roots.items():
@@ -151,7 +169,11 @@ class _Walk:
         while self._left:
             self._left.pop()()
         hashes = {name: digest("".join(sorted(found))) for name, found in self._found.items()}
-        self.code = Code(hashes, self._files, self._held, self._functions, self._sizes)
+        self.code = Code(hashes, self._files, self._held, self._functions, self._cells, self._sizes)
+
+    def assigned(self) -> frozenset[Key]:
+        """Return what else is to be passed over."""
+        return frozenset(self._assigned & self._seen)
 
     def _note(self, name: str, text: str, file: str = "") -> None:
         self._found.setdefault(name, set()).add(text)
@@ -159,26 +181,35 @@ class _Walk:
             self._files[name] = file
 
     def _value(self, name: str, value: Any) -> None:
+        try:
+            self._readable(name, value)
+        except Exception as error:  # noqa: BLE001  (an object of a pack may raise anything when it is looked at)
+            self._note(name, f"unreadable, {type(error).__name__}")
+
+    def _readable(self, name: str, value: Any) -> None:
         if isinstance(value, (staticmethod, classmethod)):
             value = value.__func__
-        if isinstance(value, property):
+        if type(value) is FunctionType:  # `isinstance` believes what an object says of itself
+            self._function(name, value)
+        elif isinstance(value, property):
             for part in ("fget", "fset", "fdel"):
                 if (function := getattr(value, part)) is not None:
                     self._value(f"{name}.{part}", function)
-        elif isinstance(value, FunctionType):
-            self._function(name, value)
         elif isinstance(value, MethodType):
             self._value(name, value.__func__)
-            self._note(f"{name}.__self__", type_name(value.__self__))
+            self._value(f"{name}.__self__", value.__self__)
         elif isinstance(value, (functools.partial, functools.partialmethod)):
             self._value(f"{name}.func", value.func)
             self._several(f"{name}.args", (*value.args, *sorted(value.keywords.items())))
         elif isinstance(value, functools.cached_property):
             self._value(f"{name}.func", value.func)
+        elif isinstance(value, CACHED):
+            self._note(name, "cached")
+            self._value(f"{name}.__wrapped__", value.__wrapped__)
         elif isinstance(value, type):
             self._class(name, value)
         elif isinstance(value, PLAIN):
-            self._note(name, f"{type(value).__name__} {value!r}")
+            self._note(name, plain_text(value))
         elif isinstance(value, _BUILTIN):
             self._note(name, builtin_name(value))
         elif isinstance(value, (tuple, list, set, frozenset, dict)):
@@ -189,16 +220,22 @@ class _Walk:
             self._object(name, value)
 
     def _object(self, name: str, value: Any) -> None:
-        self._note(name, f"instance of {type_name(value)}")
-        wrapped = getattr(value, "__wrapped__", None)
-        if isinstance(wrapped, FunctionType):  # functools.lru_cache
-            self._function(f"{name}.__wrapped__", wrapped)
-        elif callable(value) and not in_library(type(value).__module__):  # what computes in the place of a function
-            self._class(f"{name}.__class__", type(value))
-            self._several(f"{name}.__dict__", {k: v for k, v in getattr(value, "__dict__", {}).items() if isinstance(v, PLAIN)})
+        """Note an object: its class, and of its fields constants and code."""
+        cls: Any = type(value)
+        self._note(name, f"instance of {type_name(cls)}")
+        if in_library(str(cls.__module__)) or cls.__module__ in ELSEWHERE:
+            return
+        self._class(f"{name}.__class__", cls)
+        fields = {} if isinstance(value, nn.Module) else fields_of(value)  # those of modules are `state`'s matter
+        for attribute in fields.keys() - set_later(cls):
+            held = fields[attribute]
+            if isinstance(held, (*PLAIN, *_CODE, tuple)):
+                self._held.append((fields, attribute, held))
+                self._value(f"{name}.{attribute}", held)
 
     def _several(self, name: str, values: Any) -> None:
-        """Note containers: constants whole; of others the functions and classes inside."""
+        """Note containers: those that do not change whole; of others, which may be caches, the functions and classes inside."""
+        whole = isinstance(values, (tuple, frozenset))
         if isinstance(values, dict):
             items = [(repr(key), value) for key, value in values.items() if isinstance(key, PLAIN)]
         elif isinstance(values, (set, frozenset)):
@@ -206,9 +243,7 @@ class _Walk:
         else:
             items = [(str(index), value) for index, value in enumerate(values)]
         for key, value in items:
-            if isinstance(value, PLAIN) and isinstance(values, (tuple, frozenset)):  # lists, dicts and sets may be caches
-                self._note(f"{name}[{key}]", f"{type(value).__name__} {value!r}")
-            elif isinstance(value, (FunctionType, type, tuple)):
+            if whole or isinstance(value, (*_CODE, tuple)):
                 self._value(f"{name}[{key}]", value)
 
     # --- functions --------------------------------------------------------------------------------------------------------
@@ -217,34 +252,51 @@ class _Walk:
         """Note a function. `further`: look at what it uses, although it is of a library."""
         body, module = function.__code__, module_name(str(function.__globals__.get("__name__", "")))
         self._note(name, f"{hash_of(body)} {_defaults(function)}", body.co_filename)
-        follows = not in_library(module)
+        follows, root = not in_library(module), name.partition("<")[0]
+        if (id(function), root) not in self._done:  # of two wrappers from one place each has its own closure
+            self._done.add((id(function), root))
+            self._around(root, function, follows)
         if (id(function), further) in self._done:
             return
         self._done.add((id(function), further))
         self._functions.append((function, body, function.__defaults__, function.__kwdefaults__))
-        own = full_name(function)
-        for variable, cell in zip(body.co_freevars, function.__closure__ or (), strict=True):
-            value = content_of(cell)
-            if isinstance(value, (FunctionType, functools.partial, MethodType, type)) or (follows and isinstance(value, PLAIN)):
-                self._value(f"{own}<{variable}>", value)
-        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-            if isinstance(value, (FunctionType, type)):
-                self._value(f"{own}=", value)
-        if isinstance(inner := getattr(function, "__wrapped__", None), FunctionType):
-            self._function(f"{own}.__wrapped__", inner)
         if module in ELSEWHERE:
             return
         if follows:
+            self._note_assigned(function)
             self._left.append(functools.partial(self._names, function.__globals__, names_in(body)))
         elif further:
             self._left.append(functools.partial(self._names_of_library, function.__globals__, names_in(body)))
+
+    def _around(self, root: str, function: FunctionType, follows: bool) -> None:
+        """Note what a function has besides its code. It waits: functions around functions may be many."""
+        own, values = f"{root}<{full_name(function)}", {}
+        counters = assigned(function.__code__, "STORE_DEREF")
+        for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            value = content_of(cell)
+            if variable not in counters and (follows or isinstance(value, _CODE)):
+                self._cells.append((cell, value))
+                values[f"{own} {variable}>"] = value
+        by_name: dict[Any, Any] = {**dict(enumerate(function.__defaults__ or ())), **(function.__kwdefaults__ or {})}
+        values |= {f"{own}={key}>": value for key, value in by_name.items() if not isinstance(value, PLAIN)}
+        if "__wrapped__" in vars(function):
+            values[f"{own}>.__wrapped__"] = vars(function)["__wrapped__"]
+        self._left += [functools.partial(self._value, name, value) for name, value in values.items()]
+
+    def _note_assigned(self, function: FunctionType) -> None:
+        """Note which globals a function assigns, and which constants of classes that it uses by name."""
+        body, namespace = function.__code__, function.__globals__
+        self._assigned.update((id(namespace), name) for name in assigned(body, "STORE_GLOBAL"))
+        if attributes := assigned(body, "STORE_ATTR"):
+            classes = [namespace[name] for name in names_in(body) & namespace.keys() if issubclass(type(namespace[name]), type)]
+            self._assigned.update((id(cls), name) for cls in classes for name in attributes)
 
     def _names(self, namespace: dict[str, Any], names: frozenset[str]) -> None:
         """Note what a function of ComfyUI or a pack uses."""
         module = module_name(str(namespace.get("__name__")))
         for name in names:
             value = namespace.get(name, _ABSENT)
-            if isinstance(value, ModuleType):
+            if issubclass(type(value), ModuleType):
                 self._of_module(value, names)
             elif value is not _ABSENT:
                 self._bound(namespace, module, name, value)
@@ -259,18 +311,19 @@ class _Walk:
         self._done.add(key)
         for name in names & vars(module).keys():
             value = vars(module)[name]
-            if isinstance(value, ModuleType):
+            if issubclass(type(value), ModuleType):
                 self._of_module(value, names)
             else:
                 self._bound(vars(module), module_name(module.__name__), name, value)
 
     def _bound(self, owner: Mapping[str, Any], module: str, name: str, value: Any, separator: str = ":") -> None:
-        key = (module, name)
-        if key in self._done or key in OF_SERVER:
+        key = (id(owner) if isinstance(owner, dict) else module, name)  # a class gives a new view of its own every time
+        if key in self._done or (module, name) in OF_SERVER or key in self.passed_over:
             return
         self._done.add(key)
+        self._seen.add(key)
         self._held.append((owner, name, value))
-        if getattr(value, "__module__", None) not in ELSEWHERE:
+        if not (issubclass(type(value), (FunctionType, type)) and str(value.__module__) in ELSEWHERE):
             self._value(f"{module}{separator}{name}", value)
 
     def _names_of_library(self, namespace: dict[str, Any], names: frozenset[str]) -> None:
@@ -278,7 +331,7 @@ class _Walk:
         module = module_name(str(namespace.get("__name__")))
         for name in names & namespace.keys():
             value = namespace[name]
-            inner = names & vars(value).keys() if isinstance(value, ModuleType) and is_followed(value.__name__) else ()
+            inner = names & vars(value).keys() if issubclass(type(value), ModuleType) and is_followed(value.__name__) else ()
             owner, where = (vars(value), value.__name__) if inner else (namespace, module)
             for each in inner or (name,):
                 if isinstance(owner[each], (FunctionType, *_BUILTIN)):
@@ -296,12 +349,18 @@ class _Walk:
             self._done.add(base)
             library, own = in_library(base.__module__), vars(base)
             module = issubclass(base, nn.Module)
+            if library and not module and not is_computing(base.__module__):
+                continue
             self._sizes.append((own, len(own)))
             for attribute, value in list(own.items()):
                 if attribute in _NO_CODE or attribute in LOADER_SETTINGS or (module and attribute in _UNUSED):
                     continue
                 if library and (attribute in _UNUSED or not isinstance(value, (FunctionType, staticmethod, classmethod, property))):
                     continue
+                if isinstance(value, PLAIN):
+                    self._seen.add((id(base), attribute))
+                    if (id(base), attribute) in self.passed_over:
+                        continue
                 self._held.append((own, attribute, value))
                 where = f"{full_name(base)}.{attribute}"
                 if library and module and isinstance(value, FunctionType):
@@ -326,13 +385,6 @@ def _constant(value: Any) -> str:
     return repr(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
 
 
-@functools.lru_cache(maxsize=1 << 16)
-def names_in(body: CodeType) -> frozenset[str]:
-    """Return the names that a function uses, of attributes and globals, with those of functions inside."""
-    inner = (constant for constant in body.co_consts if isinstance(constant, CodeType))
-    return frozenset(body.co_names).union(*map(names_in, inner))
-
-
 def _defaults(function: FunctionType) -> str:
     given = (function.__defaults__ or (), sorted((function.__kwdefaults__ or {}).items()))
     return repr([_default(value) for value in (*given[0], *given[1])])
@@ -341,7 +393,27 @@ def _defaults(function: FunctionType) -> str:
 def _default(value: Any) -> str:
     if isinstance(value, tuple):
         return f"({', '.join(map(_default, value))})"
-    return f"{type(value).__name__} {value!r}" if isinstance(value, PLAIN) else type_name(value)
+    return plain_text(value) if isinstance(value, PLAIN) else type_name(value)
+
+
+def plain_text(value: Any) -> str:
+    """Return a text for a constant. Python writes no more than 4,300 digits of an integer in decimals."""
+    return f"{type(value).__name__} {value:x}" if type(value) is int else f"{type(value).__name__} {value!r}"
+
+
+def fields_of(value: Any) -> dict[str, Any]:
+    """Return the fields of an object, whatever it answers when asked for them: the dict where they are, if it has no slots."""
+    fields: dict[str, Any] = object.__getattribute__(value, "__dict__") if type(value).__dictoffset__ else {}
+    slots = [each for base in type(value).__mro__ for each in vars(base).values() if isinstance(each, MemberDescriptorType)]
+    return {**fields, **{each.__name__: each.__get__(value) for each in slots if _is_set(each, value)}} if slots else fields
+
+
+def _is_set(slot: MemberDescriptorType, value: Any) -> bool:
+    try:
+        slot.__get__(value)
+    except AttributeError:
+        return False
+    return True
 
 
 def content_of(cell: Any) -> Any:
@@ -361,35 +433,3 @@ def builtin_name(value: Any) -> str:
     owner = getattr(value, "__objclass__", None) or getattr(value, "__self__", None)
     holder = "" if owner is None or isinstance(owner, ModuleType) else type_name(owner)
     return f"builtin {getattr(value, '__module__', None) or ''} {holder} {getattr(value, '__name__', '')}"
-
-
-def is_followed(module: str) -> bool:
-    """Return whether functions are noted that are used by name of a module."""
-    return module.partition(".")[0] in COMPUTING or not in_library(module)
-
-
-@functools.lru_cache(maxsize=1 << 14)
-def in_library(module: str) -> bool:
-    """Return whether a module is Python's or an installed package's, other than ComfyUI."""
-    top = module.partition(".")[0]
-    if top in ("comfy", "comfy_extras", *FOLLOWED) or os.path.isabs(module):
-        return False
-    if top in COMPUTING or top in sys.stdlib_module_names or top == "":
-        return True
-    file = file_of(top) or file_of(module)
-    return file.startswith(_library_folders())
-
-
-@functools.cache
-def file_of(module: str) -> str:
-    """Return the file of an imported module; "" for one without."""
-    return os.path.abspath(file) if (file := getattr(sys.modules.get(module), "__file__", None)) else ""
-
-
-@functools.cache
-def _library_folders() -> tuple[str, ...]:
-    import site
-
-    names = ("stdlib", "platstdlib", "purelib", "platlib")
-    folders = {*map(sysconfig.get_path, names), *site.getsitepackages(), site.getusersitepackages()}
-    return tuple(os.path.join(os.path.abspath(folder), "") for folder in folders if folder)

@@ -62,7 +62,7 @@ def decode_module(encoded: dict[str, Any]) -> nn.Module:
 
 def full_name(thing: Any) -> str:
     """Return `module:qualified.name` of a class or function."""
-    return f"{module_name(thing.__module__ or '')}:{thing.__qualname__}"
+    return f"{module_name(str(thing.__module__ or ''))}:{thing.__qualname__}"
 
 
 def module_name(module: str) -> str:

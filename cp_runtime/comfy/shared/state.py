@@ -7,20 +7,23 @@ Weights count by dtype and shape; `weights` compares their numbers.
 
 from __future__ import annotations
 
-import dis
 import functools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ...compat import children_of, global_hooks, hooks_of, slots
 from ...nested import is_plain_storage_subclass
-from .fingerprint import PLAIN, builtin_name, content_of, digest, hash_of, in_library, names_in, type_name
+from .assigned import set_later
+from .fingerprint import CACHED, PLAIN, builtin_name, content_of, digest, fields_of, hash_of, plain_text, type_name
 from .modules import BOOKKEEPING, STANDARD
+from .origin import in_library, is_computing
 from .weights import is_dynamic, network_of, sample
 
 SAVING = "state_dict"  # `ui.files` replaces it, and nothing computes with it
@@ -111,6 +114,9 @@ class _Reader:
         if (hooks := self.hooks(hooks_of(module), module, seen)) is not None:
             held[HOOKS] = hooks
         for name, parameter in parameters.items():
+            if parameter is not None and seen:  # in no list of modules: no comparison of weights sees it
+                self._at = f"{at}{name}"
+                self._note_content(parameter)
             held[f"{FORMAT}{name}"] = "none" if parameter is None else _format(parameter, self._noted(module, name))
         for name, buffer in buffers.items():
             self._at = f"{at}{name}"
@@ -121,7 +127,7 @@ class _Reader:
             if value is None and name in ("weight", "bias"):  # no parameter yet, or none at all: ComfyUI makes layers in both ways
                 held[f"{FORMAT}{name}"] = "none"
             elif name not in STANDARD and name != SAVING and not BOOKKEEPING.fullmatch(name) and not is_ours(value):
-                stock = getattr(cls, name, None) if isinstance(value, MethodType) else None
+                stock = getattr(cls, name, None) if type(value) is MethodType else None
                 if stock is None or value.__func__ is not stock:  # ComfyUI leaves the stock method after a patch
                     self._at = f"{at}{name}"
                     held[name] = digest(self._text(value, module, seen)) + (HIDES if hasattr(cls, name) else "")
@@ -134,8 +140,14 @@ class _Reader:
 
     def _text(self, value: Any, owner: nn.Module, seen: tuple[int, ...] = ()) -> str:
         """Return a text for a value: constants and containers by content, objects by class and fields, functions by their code."""
-        if isinstance(value, PLAIN):
-            return f"{type(value).__name__} {value!r}"
+        try:
+            return self._readable(value, owner, seen)
+        except Exception as error:  # noqa: BLE001  (an object of a pack may raise anything when it is looked at)
+            return f"unreadable, {type(error).__name__}"
+
+    def _readable(self, value: Any, owner: nn.Module, seen: tuple[int, ...]) -> str:
+        if type(value) in PLAIN:
+            return plain_text(value)
         if value is owner:
             return "the module"
         if id(value) in self._paths:
@@ -147,6 +159,9 @@ class _Reader:
         def inside(part: Any) -> str:
             return self._text(part, owner, seen)
 
+        def each(parts: Iterable[Any]) -> str:  # their `repr` would double the backslashes at every level
+            return f"[{', '.join(map(inside, parts))}]"
+
         if isinstance(value, Tensor):
             return self._tensor(value)
         if isinstance(value, torch.device):
@@ -154,18 +169,21 @@ class _Reader:
         if isinstance(value, Enum):
             return f"{type_name(value)} {value.name}"
         if isinstance(value, Mapping):
-            return f"{type_name(value)} {[(inside(key), inside(item)) for key, item in value.items()]}"
-        if isinstance(value, (list, tuple)):
-            return f"{type_name(value)} {[inside(item) for item in value]}"
+            return f"{type_name(value)} {each(value.keys())} {each(value.values())} {self._fields(value, inside)}"
+        if isinstance(value, (list, tuple, deque)):
+            return f"{type_name(value)} {each(value)} {self._fields(value, inside)}"
         if isinstance(value, (set, frozenset)):
-            return f"{type_name(value)} {sorted(map(inside, value))}"
-        if isinstance(value, FunctionType):
-            cells = [inside(content_of(cell)) for cell in value.__closure__ or ()]
-            return f"{value.__module__}:{value.__qualname__} {hash_of(value.__code__)} {inside(value.__defaults__)} {cells}"
+            return f"{type_name(value)} {', '.join(sorted(map(inside, value)))} {self._fields(value, inside)}"
+        if type(value) is FunctionType:
+            cells = each(content_of(cell) for cell in value.__closure__ or ())
+            given = value.__defaults__, value.__kwdefaults__
+            return f"{value.__module__}:{value.__qualname__} {hash_of(value.__code__)} {inside(given)} {cells}"
         if isinstance(value, MethodType):
             return f"{inside(value.__func__)} of {inside(value.__self__)}"
         if isinstance(value, functools.partial):
             return f"partial {inside(value.func)} {inside(value.args)} {inside(value.keywords)}"
+        if isinstance(value, CACHED):
+            return f"cached {inside(value.__wrapped__)}"
         if isinstance(value, BuiltinFunctionType):
             return builtin_name(value)
         if isinstance(value, type):
@@ -173,10 +191,12 @@ class _Reader:
         if isinstance(value, ModuleType):
             return value.__name__
         if isinstance(value, nn.Module):  # in no list of modules
-            return f"{self.module(self._at, value, seen)} {[(name, inside(child)) for name, child in children_of(value).items()]}"
-        if in_library(type(value).__module__):
-            return type_name(value)
-        return f"{type_name(value)} {inside(getattr(value, '__dict__', {}))}"
+            return f"{self.module(self._at, value, seen)} {inside(children_of(value))}"
+        return f"{type_name(value)} {inside(_content(value))}"
+
+    def _fields(self, value: Any, inside: Callable[[Any], str]) -> str:
+        """Return a text for the fields of a container of another class than Python's."""
+        return "" if in_library(type(value).__module__) else inside(fields_of(value))
 
     def _noted(self, module: nn.Module, name: str) -> torch.dtype | None:
         """Return the dtype in which the model computes with a weight that DynamicVRAM keeps as in the file until then."""
@@ -188,13 +208,29 @@ class _Reader:
         return _format(value)
 
     def _note_content(self, value: Tensor) -> None:
-        if value.device.type == "cpu" and value.layout is torch.strided:
-            before = self.contents.get(self._at)
-            self.contents[self._at] = sample(value) if before is None else f"{before}|{sample(value)}"
+        if value.device.type == "cpu" and not is_lazy(value):
+            dense = value if value.layout is torch.strided else value.to_dense()
+            content, before = sample(dense.contiguous()), self.contents.get(self._at)
+            self.contents[self._at] = content if before is None else f"{before}|{content}"
+
+
+def _content(value: Any) -> Any:
+    """Return the fields of an object; of an object of a library what pickle would take of it, None of torch's: they are handles."""
+    if not in_library(type(value).__module__):
+        return fields_of(value)
+    if is_computing(type(value).__module__):
+        return None
+    try:
+        reduced = value.__reduce_ex__(4)
+    except TypeError:  # such as a lock
+        return None
+    return reduced if isinstance(reduced, str) else [list(part) if isinstance(part, Iterator) else part for part in reduced[1:]]
 
 
 def _format(value: Tensor, noted: torch.dtype | None = None) -> str:
     """Return dtype and shape of a tensor, and how it is stored where that is another class's matter. `noted`: see `_noted`."""
+    if is_lazy(value):
+        return f"{value.dtype}, without a shape"
     quantised = hasattr(value, "__tensor_flatten__") or is_plain_storage_subclass(value)
     stored_as = None if value.is_floating_point() else getattr(value, "tensor_type", None)
     named = getattr(value, "layout_cls", None) or stored_as or ""
@@ -216,35 +252,7 @@ def is_ours(value: Any) -> bool:
 def without_later(network: nn.Module, state: State) -> State:
     """Return a state without the attributes that the classes' own code sets after the constructor, such as caches."""
     classes: dict[str, Any] = {path: type(module) for path, module in network.named_modules(remove_duplicate=False)}
-    later = {path: _set_later(cls) for path, cls in classes.items()}
+    later = {path: set_later(cls) for path, cls in classes.items()}
     held = {path: {k: v for k, v in each.items() if k not in later.get(path, ())} for path, each in state.held.items()}
     names = {f"{path}.{name}".lstrip(".") for path, found in later.items() for name in found}
     return State(held, {name: content for name, content in state.contents.items() if name not in names})
-
-
-@functools.cache
-def _set_later(cls: Any) -> frozenset[str]:
-    """Return names that methods of a class assign, other than its constructor and what only that one calls."""
-    methods: dict[str, list[CodeType]] = {}
-    for base in cls.__mro__:
-        if not in_library(base.__module__):
-            for name, value in vars(base).items():
-                methods.setdefault(name, []).extend(_codes(value))
-    uses = {name: frozenset[str]().union(*map(names_in, bodies)) for name, bodies in methods.items()}
-    first, more = {"__init__"}, {"__init__"}
-    while more := uses.keys() & frozenset[str]().union(*(uses.get(name, ()) for name in more)) - first:
-        first |= more
-    while shared := {name for name in first - {"__init__"} if any(name in uses[each] for each in uses.keys() - first)}:
-        first -= shared
-    return frozenset[str]().union(*(_assigned(body) for name in methods.keys() - first for body in methods[name]))
-
-
-def _codes(value: Any) -> Iterator[CodeType]:
-    for each in (value, *(getattr(value, part, None) for part in ("__func__", "fget", "fset", "__wrapped__", "func"))):
-        if isinstance(each, FunctionType):
-            yield each.__code__
-
-
-def _assigned(body: CodeType) -> set[str]:
-    names = {str(each.argval) for each in dis.get_instructions(body) if each.opname == "STORE_ATTR"}
-    return names.union(*map(_assigned, (each for each in body.co_consts if isinstance(each, CodeType))))

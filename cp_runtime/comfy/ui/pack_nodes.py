@@ -11,7 +11,8 @@ from typing import Any
 from comfy_execution.progress import get_progress_state
 from comfy_execution.utils import get_executing_context
 
-from ..shared.fingerprint import content_of, names_in
+from ..shared.assigned import names_in
+from ..shared.fingerprint import content_of
 from ..shared.modules import full_name
 from ..shared.patches import name_of
 

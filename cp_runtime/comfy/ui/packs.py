@@ -11,7 +11,8 @@ from types import FrameType, ModuleType
 
 import comfy
 
-from ..shared.fingerprint import in_library, names_in
+from ..shared.assigned import names_in
+from ..shared.origin import in_library
 from .runtime import node_folders
 
 COMFY = os.path.dirname(os.path.abspath(next(iter(comfy.__path__))))

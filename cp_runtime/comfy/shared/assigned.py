@@ -1,0 +1,48 @@
+"""What code assigns when it runs: caches and counters, whose values change with use, and not from outside."""
+
+from __future__ import annotations
+
+import dis
+import functools
+from collections.abc import Iterator
+from types import CodeType, FunctionType
+from typing import Any
+
+from .origin import in_library
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def names_in(body: CodeType) -> frozenset[str]:
+    """Return the names that a function uses, of attributes and globals, with those of functions inside."""
+    inner = (constant for constant in body.co_consts if isinstance(constant, CodeType))
+    return frozenset(body.co_names).union(*map(names_in, inner))
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def assigned(body: CodeType, *operations: str) -> frozenset[str]:
+    """Return the names that a function assigns, with functions inside. `operations`: of Python's byte code, "STORE_ATTR"."""
+    names = {str(each.argval) for each in dis.get_instructions(body) if each.opname in operations}
+    return frozenset(names).union(*(assigned(each, *operations) for each in body.co_consts if isinstance(each, CodeType)))
+
+
+@functools.cache
+def set_later(cls: Any) -> frozenset[str]:
+    """Return names that methods of a class assign, other than its constructor and what only that one calls."""
+    methods: dict[str, list[CodeType]] = {}
+    for base in cls.__mro__:
+        for name, value in vars(base).items() if not in_library(str(base.__module__)) else ():
+            methods.setdefault(name, []).extend(_codes(value))
+    uses = {name: frozenset[str]().union(*map(names_in, bodies)) for name, bodies in methods.items()}
+    first, more = {"__init__"}, {"__init__"}
+    while more := uses.keys() & frozenset[str]().union(*(uses.get(name, ()) for name in more)) - first:
+        first |= more
+    while shared := {name for name in first - {"__init__"} if any(name in uses[each] for each in uses.keys() - first)}:
+        first -= shared
+    later = (body for name in methods.keys() - first for body in methods[name])
+    return frozenset[str]().union(*(assigned(body, "STORE_ATTR") for body in later))
+
+
+def _codes(value: Any) -> Iterator[CodeType]:
+    for each in (value, *(getattr(value, part, None) for part in ("__func__", "fget", "fset", "__wrapped__", "func"))):
+        if isinstance(each, FunctionType):
+            yield each.__code__
