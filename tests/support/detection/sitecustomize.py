@@ -113,9 +113,9 @@ def show_cards(launcher: Any) -> None:
     launcher.child_environment = lambda *given: environment(*given) | shown
 
 
-def follow_no_cards(fingerprint: Any) -> None:
+def follow_no_cards(origin: Any) -> None:
     """Have the pack take fake cards for a library, as torch is one: each process has its own."""
-    fingerprint.COMPUTING += ("stand_in",)
+    origin.COMPUTING += ("stand_in",)
 
 
 for module, patch in (("comfy.model_detection", take_at_its_word), ("cp_runtime.pool.worker", look_for_faults)):
@@ -125,7 +125,7 @@ for module, patch in (("comfy.model_detection", take_at_its_word), ("cp_runtime.
         sys.meta_path.insert(0, PatchOnImport(module, patch))
 if os.environ.get("CP_TEST_CARDS"):  # as in stand_in, which is not to be imported where there are none
     sys.meta_path.insert(0, PatchOnImport("cp_runtime.engine.measuring", measure_little))
-    sys.meta_path.insert(0, PatchOnImport(".comfy.shared.fingerprint", follow_no_cards))
+    sys.meta_path.insert(0, PatchOnImport(".comfy.shared.origin", follow_no_cards))
     if "torch" in sys.modules:
         put_cards_in(None)
     else:
