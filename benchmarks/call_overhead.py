@@ -7,7 +7,7 @@ call sends the latent and the timestep to all ranks, finds the conditioning on t
 of the latent's size.
 
 Then a forward around empty attention: 19 double and 38 single blocks under Flux' plan, whose tensors are so small that what is left
-is the time of the host. Hooks, board, override, planner and exchange are real; the process group is torch's fake one, which sends
+is the time of the host. Hooks, notes, override, planner and exchange are real; the process group is torch's fake one, which sends
 nothing, so that one process is enough. Seconds are of this thread's own processor time.
 """
 
@@ -18,7 +18,8 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import common
 import torch
@@ -33,10 +34,9 @@ from cp_runtime.engine.hooks import InstalledPlan
 from cp_runtime.engine.ranks.config import SequenceSettings
 from cp_runtime.engine.ranks.mesh import SequenceMesh
 from cp_runtime.families.flux import FLUX
-from cp_runtime.pool.board import Board
-from cp_runtime.pool.channel import SharedBlock
 from cp_runtime.pool.messages import Echo
 from cp_runtime.pool.tensor_cache import CallEncoder
+from cp_runtime.pool.worker import Worker
 from cp_runtime.pool.worker_pool import WorkerPool
 
 # shape and dtype of latent, text, and the target in milliseconds
@@ -67,6 +67,13 @@ def measure(pool: WorkerPool, latent: tuple[int, ...], text: tuple[int, ...], ca
         if not torch.equal(out, x):
             raise RuntimeError("the workers returned another latent")
     return times[1:]
+
+
+def module_hook() -> Callable[[], None]:
+    """What a rank does at every planned module, where it does not look for Cancel."""
+    worker = Worker.__new__(Worker)
+    worker.notes, worker._runs = cast(Any, SimpleNamespace(modules=0)), False
+    return worker.module_hook(0)
 
 
 def empty_attention(q: Tensor, k: Tensor, v: Tensor, heads: int, *_: Any, skip_output_reshape: bool = False, **__: Any) -> Tensor:
@@ -125,7 +132,7 @@ class Flux(nn.Module):
 def forwards(device: torch.device) -> Iterator[dict[str, Callable[[], Tensor]]]:
     """The forward without the plan, with it on one rank, where attention stays local, and on one of two."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    model, board = Flux(), Board(SharedBlock(), 2)
+    model, on_module = Flux(), module_hook()
     installed, settings = InstalledPlan(model, FLUX), SequenceSettings()
     channels = HEADS * HEAD_DIM
     arguments = {
@@ -136,7 +143,7 @@ def forwards(device: torch.device) -> Iterator[dict[str, Callable[[], Tensor]]]:
     }
 
     def sharded(mesh: SequenceMesh) -> Tensor:
-        with installed.call(mesh, DegreePlanner(settings, mesh.size, RATES), lambda: board.enter_module(0)) as call:
+        with installed.call(mesh, DegreePlanner(settings, mesh.size, RATES), on_module) as call:
             options = {"optimized_attention_override": attention_override(call)}
             out: Tensor = installed.forward(model.forward, **arguments, transformer_options=options)
             return out
@@ -164,8 +171,8 @@ def host_seconds(run: Callable[[], Any], calls: int) -> float:
 
 
 def measure_parts(calls: int) -> None:
-    """Show what the planner takes of an attention, the board of a module, and all hooks of a forward."""
-    shape, board = AttentionShape(1, 4608, 4608, 24, 24, 128, 2), Board(SharedBlock(), 2)
+    """Show what the planner takes of an attention, the notes of a module, and all hooks of a forward."""
+    shape, on_module = AttentionShape(1, 4608, 4608, 24, 24, 128, 2), module_hook()
 
     def plan() -> None:
         planner = DegreePlanner(SequenceSettings(), 2, RATES)
@@ -174,10 +181,10 @@ def measure_parts(calls: int) -> None:
 
     def note() -> None:
         for _ in range(BLOCKS):
-            board.enter_module(0)
+            on_module()
 
     planner, noting = (1e6 * host_seconds(run, calls) / BLOCKS for run in (plan, note))
-    common.show("parts", planner_us_per_attention=planner, board_us_per_module=noting)
+    common.show("parts", planner_us_per_attention=planner, notes_us_per_module=noting)
     with forwards(torch.device("cpu")) as runs:
         seconds = {name: host_seconds(run, calls) for name, run in runs.items()}
     stock = seconds.pop(STOCK)

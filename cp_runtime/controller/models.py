@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import ContextParallelError, RankOutOfMemory
-from ..pool.channel import SharedBlock
+from ..pool.blocks import SharedBlock
 from ..pool.config import RuntimeConfig
 from ..pool.messages import AttachNetwork, Available, Describe, Drop, MakeRoom
 from ..pool.protocol import TensorPacker, flatten

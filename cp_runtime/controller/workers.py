@@ -94,7 +94,7 @@ class Workers:
         """Fraction of a model's weights on the slowest rank's device; None while no model is loaded."""
         if self.pool.command != "call":
             return None
-        progress = [self.pool.progress(rank).loaded for rank in range(len(self.pool.processes))]
+        progress = [self.pool.progress(rank).at.loaded for rank in range(len(self.pool.processes))]
         return min((each / 1000 for each in progress if each is not None), default=None)
 
     @property
@@ -102,7 +102,7 @@ class Workers:
         """Planned modules that all ranks have entered in the running call; 0 = no call."""
         if self.pool.command != "call":
             return 0
-        return min((self.pool.progress(rank).modules for rank in range(len(self.pool.processes))), default=0)
+        return min((self.pool.progress(rank).at.modules for rank in range(len(self.pool.processes))), default=0)
 
     @property
     def room(self) -> int | None:

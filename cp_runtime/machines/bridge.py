@@ -1,6 +1,6 @@
 """Carries what goes between a pool here and its ranks on one other machine.
 
-Commands are read from the pool's sockets as ranks would, and sent over the network with their tensors, once per machine.
+Commands are sent over the network once per machine, with their tensors.
 """
 
 from __future__ import annotations
@@ -9,20 +9,19 @@ import contextlib
 import logging
 import mmap
 import os
+import queue
 import signal
-import socket
 import threading
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ContextParallelError, PoolError, RankError
-from ..pool.board import Board
-from ..pool.channel import Channel, Closed, SharedBlock, ready
+from ..pool.blocks import Shared, SharedBlock
+from ..pool.frames import Frame
 from ..pool.launcher import LogPump
-from ..pool.messages import Failure, Frame, Load, pack, unpack
-from ..pool.processes import RankProcess
+from ..pool.messages import Failure, Load, pack, unpack
+from ..pool.processes import Hear, RankProcess
 from .store import StoreFile
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("context_parallel")
 
-_WATCHING, _IDLE = 0.005, 0.05  # seconds between two looks at what rank 0 decided, in a command and without one
+_WATCHING = 0.005  # seconds between two looks at the file that ranks meet in
 
 
 class MachineLost(PoolError):
@@ -40,13 +39,19 @@ class MachineLost(PoolError):
 class RemoteProcess(RankProcess):
     """A rank's process on another machine. `pid` is the one that it has there."""
 
-    def __init__(self, bridge: Bridge, rank: int, log: LogPump) -> None:
+    def __init__(self, bridge: Bridge, rank: int, log: LogPump, hear: Hear) -> None:
         super().__init__(log)
-        self._bridge, self._rank, self.kernel = bridge, rank, "running"
+        self._bridge, self._rank, self.hear, self.kernel = bridge, rank, hear, "running"
 
     @property
     def state(self) -> str:
         return self.kernel if self.returncode is None else "gone"
+
+    def send(self, frame: Frame) -> None:
+        if frame.urgent:
+            self._bridge.tell_now(urgent=frame.header.decode(), rank=self._rank)
+        else:
+            self._bridge.send(frame)
 
     def send_signal(self, number: int) -> None:
         self._bridge.tell_now(signal=number, rank=self._rank)
@@ -56,24 +61,18 @@ class RemoteProcess(RankProcess):
         self.send_signal(signal.SIGKILL)
         self._bridge.ended(self._rank)  # nobody waits for an answer over a slow link: what follows comes after the signal
 
-    def write_stacks(self) -> None:
-        self._bridge.tell_now(stacks=self._rank)
-
 
 class Bridge:
-    """Carries what goes between a pool here and its ranks on one machine, until the pool closes their channels."""
+    """Carries what goes between a pool here and its ranks on one machine, until these have ended."""
 
-    def __init__(self, machine: Machine, name: str, world_size: int, fds: Mapping[str, int]) -> None:
+    def __init__(self, machine: Machine, name: str, shared: Shared) -> None:
         self._machine, self.name = machine, name
-        self.request, self._board = SharedBlock(os.dup(fds["request_fd"])), SharedBlock(os.dup(fds["board_fd"]))
-        self.board = Board(self._board, world_size)
+        self.request = SharedBlock(os.dup(shared.request.fd))
         self.processes: dict[int, RemoteProcess] = {}
-        self._channels: dict[int, Channel] = {}
-        self._stacks: dict[int, int] = {}
-        self._store = StoreFile(fds["store_fd"])
+        self._store = StoreFile(shared.store)
+        self._frames: queue.SimpleQueue[Frame] = queue.SimpleQueue()
         self._lock, self._seq = threading.Lock(), -1
         self.closed = self.abandoned = False
-        self._waiting = 0  # reports that are to come
 
     def tell(self, *parts: Any, **packet: Any) -> None:
         """Send a packet about this pool, after those before it; a machine that is gone is noticed elsewhere."""
@@ -85,14 +84,16 @@ class Bridge:
         with contextlib.suppress(OSError):
             self._machine.wire.send_now({"pool": self.name, **packet})
 
-    def add(self, rank: int, process: RemoteProcess, channel: socket.socket, fds: Mapping[str, int]) -> None:
-        """Carry for one more rank. Its channel and the file for its stacks are duplicated."""
+    def add(self, rank: int, process: RemoteProcess) -> None:
+        """Carry for one more rank."""
         with self._lock:
             self.processes[rank] = process
-            self._channels[rank] = Channel(channel.dup())
-            self._stacks[rank] = os.dup(fds["stacks_fd"])
             if len(self.processes) == 1:
                 threading.Thread(target=self._run, name="context-parallel-bridge", daemon=True).start()
+
+    def send(self, frame: Frame) -> None:
+        """Send a command on. Never waits."""
+        self._frames.put(frame)
 
     def hear(self, packet: dict[str, Any], data: bytearray, offset: float) -> None:
         """Take a packet from the machine. `offset`: seconds that its clock is behind this one's."""
@@ -109,14 +110,11 @@ class Bridge:
                 self._report(packet["report"], bytes(data), offset)
             elif "store" in packet:
                 self._store.append(data)
-            elif "board" in packet:
-                for rank, *words, kernel in packet["board"]:
+            elif "states" in packet:
+                for rank, kernel in packet["states"]:
                     self.processes[rank].kernel = str(kernel)
-                    self.board.write(rank, words)
-            elif "closed" in packet and (channel := self._channels.pop(packet["closed"], None)) is not None:
-                channel.close()
-            elif "stacks" in packet:
-                os.pwrite(self._stacks[packet["stacks"]], data, 0)
+            elif "stack" in packet:
+                self.processes[packet["stack"]].log.stacks = list(map(str, packet["lines"]))
 
     def lost(self, error: MachineLost) -> None:
         """Note that the machine is gone, and its ranks with it."""
@@ -131,39 +129,32 @@ class Bridge:
             self._ended(rank, -signal.SIGKILL, None)
 
     def _ended(self, rank: int, status: int, error: Exception | None) -> None:
-        if self.processes[rank].returncode is None:
-            self.processes[rank].ended(status, error)
+        process = self.processes[rank]
+        if process.returncode is None:
+            process.ended(status, error)
+            process.hear(None)
         if all(process.returncode is not None for process in self.processes.values()):
             self._machine.bridges.pop(self.name, None)
+            self.closed = True
 
     def _report(self, rank: int, data: bytes, offset: float) -> None:
-        frame = unpack(data)
-        self._waiting -= 1
-        if frame.kind == Failure.__name__ and isinstance(failure := frame.message, Failure):
+        header = unpack(data)
+        if isinstance(failure := header.message, Failure):
             message = f"{failure.message} (on the computer {self._machine})"
-            data = pack(replace(failure, at=failure.at + offset, message=message), frame.seq, frame.nbytes)
-        with contextlib.suppress(Closed, KeyError):  # the pool was killed
-            self._channels[rank].send(data)
+            data = pack(replace(failure, at=failure.at + offset, message=message), header.seq, header.nbytes)
+        self.processes[rank].hear(Frame(data))
 
     def _run(self) -> None:
-        """Send on what the pool sends, and what rank 0 decides."""
-        decided = 0
+        """Send on what the pool sends, and what ranks here write where they meet."""
         try:
             while not self.closed:
-                with self._lock:
-                    channels = dict(self._channels)
-                if not channels:
-                    break
-                for rank in ready(channels, _WATCHING if self._waiting else _IDLE):
-                    self._forward(rank, channels[rank])
+                with contextlib.suppress(queue.Empty):
+                    self._forward(self._frames.get(timeout=_WATCHING))
                 with self._lock:
                     news = b"" if self.closed else self._store.news()
                 if news:
                     self.tell(news, store=True)
-                if (decision := self.board.decided) != decided:
-                    decided = decision
-                    self.tell(decision=decision)
-        except (Closed, OSError, ValueError):  # the pool has closed the channels; or they were, because the machine is gone
+        except (OSError, ValueError):  # the pool has closed its memory
             pass
         except ContextParallelError as error:
             log.error("%s: %s", self._machine.name, error)
@@ -171,48 +162,30 @@ class Bridge:
             self._close()
             self.tell_now(end=True)
 
-    def _forward(self, rank: int, channel: Channel) -> None:
-        frames = []
-        with self._lock:
-            if self._channels.get(rank) is not channel:  # its rank has ended
-                return
-            channel.flush()
-            while (frame := channel.poll()) is not None:
-                frames.append(frame)
-        for frame in frames:
-            if frame.seq != self._seq:  # every rank of this machine gets it: once is enough
-                self._seq, self._waiting = frame.seq, len(self._channels)
-                self._send(frame)
-
-    def _send(self, frame: Frame) -> None:
-        if frame.kind != Load.__name__:
-            tensors = self.request.view(frame.nbytes).numpy().data if frame.nbytes else b""
-            self.tell(frame.data, tensors, frame=len(frame.data))
+    def _forward(self, frame: Frame) -> None:
+        header = unpack(frame.header)
+        if header.seq == self._seq:  # every rank of this machine gets it: once is enough
             return
-        recipe, fd = frame.fields["recipe"], frame.fields["memory"][1]
+        self._seq = header.seq
+        if header.kind != Load.__name__:
+            tensors = self.request.view(header.nbytes).numpy().data if header.nbytes else b""
+            self.tell(frame.header, tensors, frame=len(frame.header))
+            return
+        recipe, fd = header.fields["recipe"], header.fields["memory"][1]
         # Before the file is read: the pool may give the load up meanwhile, and close its memory.
         patches = mmap.mmap(fd, 0, prot=mmap.PROT_READ) if fd and os.fstat(fd).st_size else b""
         try:
             files = self._machine.owner.describe(recipe)
         except Exception as error:  # noqa: BLE001  (the prompt fails with it)
-            for channel in self._channels.values():
-                with contextlib.suppress(Closed):
-                    channel.send(pack(failure(error), frame.seq))
+            for process in self.processes.values():
+                process.hear(Frame(pack(failure(error), header.seq)))
             return
-        self.tell(frame.data, patches, frame=len(frame.data), files=files)
+        self.tell(frame.header, patches, frame=len(frame.header), files=files)
 
     def _close(self) -> None:
         with self._lock:
-            if self.closed:
-                return
             self.closed = True
-            for channel in self._channels.values():
-                channel.close()
-            for fd in self._stacks.values():
-                os.close(fd)
-            self.board.freeze()
             self.request.close()
-            self._board.close()
             self._store.close()
 
 

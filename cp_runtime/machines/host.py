@@ -1,8 +1,8 @@
 """The other machines, as ComfyUI's process has them: who has joined, and how the pool reaches ranks there.
 
 A machine is a connection that has proven the code: it takes part from when it has met the others until the connection ends.
-`Machine.start` is what `LocalProcess.begin` is on this machine: the pool gives it the same spec and the same descriptors, of
-sockets and of memory, and a `Bridge` carries what goes over them.
+`Machine.start` is what `LocalProcess.begin` is on this machine: the pool gives it the same spec and memory, and a
+`Bridge` carries what goes between.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import logging
 import os
 import queue
 import re
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -21,8 +20,9 @@ from functools import partial
 from typing import Any
 
 from ..errors import PoolError, ProtocolError, bad_value
+from ..pool.blocks import Shared
 from ..pool.launcher import LogPump
-from ..pool.processes import RankProcess
+from ..pool.processes import Hear, RankProcess
 from .bridge import Bridge, MachineLost, RemoteProcess
 from .facts import differences
 from .listener import Listener
@@ -54,14 +54,14 @@ class Machine:
     def __str__(self) -> str:
         return f"{self.name} ({self.wire.peer})"
 
-    def start(self, spec: dict[str, Any], environment: dict[str, str], channel: socket.socket, fds: dict[str, int]) -> RankProcess:
+    def start(self, spec: dict[str, Any], environment: dict[str, str], hear: Hear, shared: Shared) -> RankProcess:
         """Ask for a rank and return at once: see `OtherMachine.start`. It has its own machine's environment."""
-        name = str(os.fstat(fds["board_fd"]).st_ino)
-        bridge = self.bridges.get(name) or Bridge(self, name, spec["world_size"], fds)
+        name = str(os.fstat(shared.request.fd).st_ino)
+        bridge = self.bridges.get(name) or Bridge(self, name, shared)
         with LogPump(f"rank {spec['rank']} on {self.name}") as pump:
-            process = RemoteProcess(bridge, spec["rank"], pump)
+            process = RemoteProcess(bridge, spec["rank"], pump, hear)
         self.bridges[name] = bridge
-        bridge.add(spec["rank"], process, channel, fds)
+        bridge.add(spec["rank"], process)
         bridge.tell_now(start=spec)
         if self.lost:  # before, or meanwhile
             bridge.lost(MachineLost(self.lost))

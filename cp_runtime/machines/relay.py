@@ -1,28 +1,29 @@
 """Starts ranks on a machine that has joined, for the ComfyUI on another one, and passes on what goes between them.
 
-To its ranks the relay is what ComfyUI's process is to the ranks there: it has started them, their commands come over a socket that
-they inherit, and tensors lie in memory that all of them map. So a tensor comes to a machine once, however many ranks it has.
+To its ranks the relay is what ComfyUI's process is to the ranks there: it has started them, and tensors lie in memory that all of
+them map. So a tensor comes to a machine once, however many ranks it has.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import socket
+import queue
 import threading
 import time
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
 
 from ..errors import ContextParallelError
-from ..pool.board import Inherited
-from ..pool.channel import Channel, Closed, SharedBlock, ready
+from ..pool.blocks import Shared, SharedBlock
 from ..pool.config import WorkerSite
 from ..pool.failures import death
-from ..pool.launcher import child_environment, content_of, name_limit
-from ..pool.messages import Frame, Load, pack, unpack
+from ..pool.frames import Frame, Malformed
+from ..pool.launcher import child_environment, name_limit
+from ..pool.messages import Header, Load, pack, unpack
 from ..pool.processes import WAITING, RankProcess
 from ..pool.rank_program import PACKAGE, import_by_name
 from .bridge import failure
@@ -33,7 +34,6 @@ from .wire import BEAT, Code, Wire, interfaces
 log = logging.getLogger("context_parallel")
 
 _RECIPES = f"{PACKAGE}.comfy.shared.recipe"  # finds the file of a load here, whatever ComfyUI's side sends
-_STACKS = 0.4  # seconds that a rank gets to write its stacks
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,15 @@ class Place:
 class Ranks:
     """The ranks of one pool on this machine."""
 
-    inherited: Inherited
+    shared: Shared = field(default_factory=Shared)
     processes: dict[int, RankProcess] = field(default_factory=dict)
-    channels: dict[int, Channel] = field(default_factory=dict)
+    heard: queue.SimpleQueue[tuple[int, Frame | Malformed | None]] = field(default_factory=queue.SimpleQueue)
     store: StoreFile = field(init=False)
     told: set[int] = field(default_factory=set)  # ranks whose start, or whose end, ComfyUI knows of
+    stacks: dict[int, int] = field(default_factory=dict)  # lines of a rank's stacks that it knows of
 
     def __post_init__(self) -> None:
-        self.store = StoreFile(self.inherited.store)
+        self.store = StoreFile(self.shared.store)
 
 
 class Relay:
@@ -67,7 +68,7 @@ class Relay:
 
     def __init__(self, wire: Wire, place: Place, token: str) -> None:
         self._wire, self._place, self._token, self._pool = wire, place, token, ""
-        self._ranks = Ranks(Inherited(1))
+        self._ranks = Ranks()
         self._lock, self._over = threading.Lock(), False
 
     def serve(self) -> str:
@@ -97,21 +98,19 @@ class Relay:
         elif packet.get("pool") != self._pool:
             return  # a sign of life; or for ranks that have ended
         elif "frame" in packet:
-            frame, tensors = _unpack(packet, data)
-            if frame.kind == Load.__name__:  # what takes a while must not keep a kill waiting
-                threading.Thread(target=self._load, args=(self._ranks, frame, tensors, packet["files"]), daemon=True).start()
+            frame, header, tensors = _unpack(packet, data)
+            if header.kind == Load.__name__:  # what takes a while must not keep a kill waiting
+                threading.Thread(target=self._load, args=(self._ranks, header, tensors, packet["files"]), daemon=True).start()
                 return
             if tensors:
-                self._ranks.inherited.request.view(len(tensors)).copy_(torch.frombuffer(tensors, dtype=torch.uint8))
+                self._ranks.shared.request.view(len(tensors)).copy_(torch.frombuffer(tensors, dtype=torch.uint8))
             self._pass_on(frame)
         elif "store" in packet:
             self._ranks.store.append(data)
-        elif "decision" in packet:
-            self._ranks.inherited.board.decide(packet["decision"])
+        elif "urgent" in packet and (process := self._ranks.processes.get(packet["rank"])) is not None:
+            process.send(Frame(packet["urgent"].encode(), urgent=True))
         elif "signal" in packet and (process := self._ranks.processes.get(packet["rank"])) is not None:
             process.send_signal(packet["signal"])
-        elif "stacks" in packet and (process := self._ranks.processes.get(packet["stacks"])) is not None:
-            threading.Thread(target=self._write_stacks, args=(self._ranks, packet["stacks"])).start()
         elif "end" in packet:
             for process in self._ranks.processes.values():
                 process.kill()
@@ -124,10 +123,10 @@ class Relay:
     def _start(self, packet: dict[str, Any]) -> None:
         """Start a rank. The first one of another pool ends those of the one before."""
         spec, place = packet["start"], self._place
-        rank, world = spec["rank"], spec["world_size"]
+        rank = spec["rank"]
         if packet["pool"] != self._pool:
             self._end()
-            self._pool, self._ranks = packet["pool"], Ranks(Inherited(world))
+            self._pool, self._ranks = packet["pool"], Ranks()
         ranks = self._ranks
         # ComfyUI's options decide how it computes.
         site = replace(place.site, service=spec["service"], preload=tuple(spec["preload"]), argv=tuple(spec["argv"]))
@@ -138,36 +137,31 @@ class Relay:
             message = f"it could not be started: {error}.{name_limit(error)}"
             self._wire.send({"pool": self._pool, "rank": rank, "status": 1, "kind": type(error).__name__, "message": message})
             return
-        ours, theirs = socket.socketpair()
-        with theirs:
-            ranks.channels[rank] = Channel(ours)
-            ranks.processes[rank] = process
-            process.begin(spec, environment | interfaces(self._wire.own), theirs, ranks.inherited.descriptors(rank))
+        ranks.processes[rank] = process
+        process.begin(spec | ranks.shared.addresses, environment | interfaces(self._wire.own), partial(_put, ranks.heard, rank))
 
     def _pass_on(self, frame: Frame) -> None:
-        self._ranks.inherited.board.undecided()
-        for channel in self._ranks.channels.values():
-            with contextlib.suppress(Closed):
-                channel.send(frame.data)
+        for process in self._ranks.processes.values():
+            process.send(frame)
 
-    def _load(self, ranks: Ranks, frame: Frame, tensors: memoryview, file: dict[str, Any]) -> None:
+    def _load(self, ranks: Ranks, header: Header, tensors: memoryview, file: dict[str, Any]) -> None:
         """Pass a load on, whose file is the one on this machine."""
         try:
-            frame = self._relocated(frame, tensors, file)
+            frame = self._relocated(header, tensors, file)
         except Exception as error:  # noqa: BLE001  (the prompt fails with it)
-            report = pack(failure(error), frame.seq)
+            report = pack(failure(error), header.seq)
             with self._lock, contextlib.suppress(OSError):
-                for rank in ranks.channels:
+                for rank in ranks.processes:
                     self._report(rank, report)
             return
         with self._lock:
             if self._ranks is ranks:
                 self._pass_on(frame)
 
-    def _relocated(self, frame: Frame, tensors: memoryview, file: dict[str, Any]) -> Frame:
+    def _relocated(self, header: Header, tensors: memoryview, file: dict[str, Any]) -> Frame:
         """Return a load whose file is the one on this machine, and whose patches lie in this process's memory. `file`: as
         `comfy.shared.recipe.describe` says what it is."""
-        message = cast(Load, frame.message)
+        message = cast(Load, header.message)
         recipe = import_by_name(_RECIPES).relocate(message.recipe, file, self._place.folders, self._place.name)
         self._kept = SharedBlock()  # until the next load: ranks map it while they load
         if tensors:
@@ -175,22 +169,26 @@ class Relay:
         else:
             self._kept.view(0)
         moved = replace(message, recipe=recipe, memory=self._kept.address)
-        return unpack(pack(moved, frame.seq, frame.nbytes))
+        return Frame(pack(moved, header.seq, header.nbytes, header.seconds))
 
     def _watch(self) -> None:
         """Tell ComfyUI what ranks report, how far they are, and that they have ended. The connection ends with this."""
         due = 0.0
         try:
             while not self._over:
+                ranks, heard = self._ranks, []
+                with contextlib.suppress(queue.Empty):
+                    heard.append(ranks.heard.get(timeout=0.02 if ranks.processes else 0.1))
+                    while True:
+                        heard.append(ranks.heard.get_nowait())
                 with self._lock:
-                    channels = dict(self._ranks.channels)
-                heard = ready(channels, 0.02 if channels else 0.1)
-                with self._lock:
-                    for rank in heard:
-                        if self._ranks.channels.get(rank) is channels[rank]:
-                            self._hear(rank)
+                    if ranks is not self._ranks:  # those have ended
+                        continue
+                    for rank, frame in heard:
+                        if isinstance(frame, Frame):
+                            self._report(rank, frame.header)
                     self._tell_of_processes()
-                    if news := self._ranks.store.news():
+                    if news := ranks.store.news():
                         self._wire.send({"pool": self._pool, "store": True}, news)
                     if time.monotonic() >= due:
                         due = time.monotonic() + BEAT
@@ -199,18 +197,6 @@ class Relay:
             log.warning("the connection to ComfyUI has ended: %s", error)
         finally:
             self._wire.close()
-
-    def _hear(self, rank: int) -> None:
-        channel = self._ranks.channels[rank]
-        try:
-            channel.flush()
-            while (frame := channel.poll()) is not None:
-                self._beat()  # a rank that reports has cleared its notes: older ones would be taken for those of the next command
-                self._report(rank, frame.data)
-        except Closed:
-            del self._ranks.channels[rank]
-            channel.close()
-            self._wire.send({"pool": self._pool, "closed": rank})
 
     def _report(self, rank: int, frame: bytes) -> None:
         self._wire.send({"pool": self._pool, "report": rank}, frame)
@@ -228,16 +214,13 @@ class Relay:
                 self._wire.send({"pool": self._pool, **ended})
 
     def _beat(self) -> None:
-        now, board = time.monotonic(), self._ranks.inherited.board
-        rows = [[rank, *board.words(rank, now), process.state] for rank, process in self._ranks.processes.items() if process.pid]
-        self._wire.send({"pool": self._pool, "now": now, "board": rows})
-
-    def _write_stacks(self, ranks: Ranks, rank: int) -> None:
-        ranks.processes[rank].write_stacks()
-        time.sleep(_STACKS)
-        fd = ranks.inherited.stacks[rank]
-        with contextlib.suppress(OSError):
-            self._wire.send({"pool": self._pool, "stacks": rank}, content_of(fd))
+        states = [[rank, process.state] for rank, process in self._ranks.processes.items() if process.pid]
+        self._wire.send({"pool": self._pool, "now": time.monotonic(), "states": states})
+        for rank, process in self._ranks.processes.items():
+            lines = list(process.log.stacks)
+            if len(lines) != self._ranks.stacks.get(rank, 0):
+                self._ranks.stacks[rank] = len(lines)
+                self._wire.send({"pool": self._pool, "stack": rank, "lines": lines})
 
     def _end(self) -> None:
         """End the ranks that there are, and say so."""
@@ -249,17 +232,19 @@ class Relay:
             process.wait(max(0.0, until - time.monotonic()))
         with contextlib.suppress(OSError):  # ComfyUI is gone
             self._tell_of_processes()
-        for channel in ranks.channels.values():
-            channel.close()
-        ranks.channels.clear()
         ranks.store.close()
-        ranks.inherited.close()
+        ranks.shared.close()
 
 
-def _unpack(packet: dict[str, Any], data: bytearray) -> tuple[Frame, memoryview]:
-    """Return a command, and the bytes of its tensors."""
+def _unpack(packet: dict[str, Any], data: bytearray) -> tuple[Frame, Header, memoryview]:
+    """Return a command, its header, and the bytes of its tensors."""
     head = packet["frame"]
-    return unpack(bytes(data[:head])), memoryview(data)[head:]
+    frame = Frame(bytes(data[:head]))
+    return frame, unpack(frame.header), memoryview(data)[head:]
+
+
+def _put(heard: queue.SimpleQueue[Any], rank: int, frame: Frame | Malformed | None) -> None:
+    heard.put((rank, frame))
 
 
 class _Forwarded(logging.Handler):

@@ -29,7 +29,7 @@ import psutil
 
 from ..cache import cache_folder
 from ..errors import PoolError, ProtocolError, bad_value
-from ..pool.messages import MAX_HEADER
+from ..pool.frames import MAX_HEADER
 
 BEAT = 0.25  # seconds between two signs of life of a connection
 SILENT = 5.0  # seconds without one after which the other machine counts as gone

@@ -1,4 +1,4 @@
-"""Collecting the ranks' reports on one command, as a state machine without sockets, processes or a clock of its own.
+"""Collecting the ranks' reports on one command, as a state machine without pipes, processes or a clock of its own.
 
 `WorkerPool` tells it what it noticed; `Collection.tick` says what to do next.
 """
@@ -26,7 +26,14 @@ class Wait:
 
 @dataclass(frozen=True, kw_only=True)
 class SendCancel(Wait):
-    """Tell the ranks to leave the call, then go on polling."""
+    """Ask the ranks how far they are in the call, then go on polling."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SendLeave(Wait):
+    """Tell the ranks to leave the call at this place, then go on polling: see `cancel.CancelPoints`."""
+
+    place: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +65,8 @@ class Collection:
         self._compile_left = self.compile_timeout
         self._failing = self._cancelled = self._aborted = False
         self._died: dict[int, float] = {}
+        self._places: dict[int, int] = {}  # by rank, the last one that it passes
+        self._told = False  # where to leave
 
     @property
     def missing(self) -> list[int]:
@@ -66,8 +75,12 @@ class Collection:
     def reported(self, rank: int, reply: Report) -> None:
         self.replies[rank] = reply
 
+    def arrived(self, rank: int, place: int) -> None:
+        """Note the last place that a rank passes."""
+        self._places[rank] = place
+
     def died(self, rank: int, now: float) -> None:
-        """Note that a rank's channel is closed. The pool is incomplete then, whatever the rank has reported: that is a failure."""
+        """Note that a rank has ended. The pool is incomplete then, whatever the rank has reported: that is a failure."""
         self._died[rank] = now
 
     def allow(self, seconds: float) -> None:
@@ -111,6 +124,9 @@ class Collection:
             return self._finish()
         if quiet and now >= self._deadline:
             return self._finish()
+        if self._cancelled and not self._told and all(rank in self._places for rank in range(self.world_size)):
+            self._told = True
+            return SendLeave(until=self._deadline, place=max(self._places.values()) + 1)
         return Wait(until=self._deadline)
 
     def _finish(self, *, aborted: bool = False) -> Outcome:

@@ -1,27 +1,21 @@
-"""Texts for users about failures in a pool, and the stacks of ranks that did not end a call in time."""
+"""Texts for users about failures in a pool."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
-import stat
-import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
 import torch
 
 from ..errors import MAX_SHOWN, MirrorError, PoolError, PoolTimeout, RankError, RankOutOfMemory, UnsentError, UnsupportedError
 from ..system import system
-from ..version import VERSION
-from .board import SILENT, Progress
 from .config import RuntimeConfig
-from .launcher import content_of
+from .launcher import LogPump
 from .messages import Failure, Report
 from .peers import shm_advice
 from .processes import RankProcess
+from .progress import SILENT, Progress
 
 _FOR_USERS = (MirrorError.__name__, UnsupportedError.__name__, UnsentError.__name__)  # their messages need no trace
 _OUT_OF_MEMORY = torch.OutOfMemoryError.__name__
@@ -107,39 +101,52 @@ def death(
 
 
 def missed_deadline(
-    what: str,
-    timeout: float,
-    late: Mapping[int, Progress],
-    processes: Sequence[RankProcess],
-    stacks: Sequence[int],
-    advice: str,
+    what: str, timeout: float, late: Mapping[int, Progress], processes: Sequence[RankProcess], advice: str
 ) -> PoolTimeout:
-    """Return the error for ranks that did not report. It names the rank that the others wait for. The pool is to be killed.
+    """Return the error for ranks that did not report. It names the rank that the others wait for, with its stack. The pool is to be
+    killed.
 
     Args:
         what: the command.
         late: where the ranks are that did not report.
-        stacks: where the ranks write their stacks.
         advice: what may help besides more time.
     """
     now = time.monotonic()
     pids = {rank: f"pid {pid}" if (pid := processes[rank].pid) else "not started yet" for rank in late}
     names = {rank: f"rank {rank} ({pids[rank]})" for rank in late}
     silent = {rank: now - at.beat for rank, at in late.items() if at.beat and now - at.beat > SILENT}
-    last = min(late, key=lambda rank: (rank not in silent, late[rank].modules, late[rank].collectives))
+    last = min(late, key=lambda rank: (rank not in silent, late[rank].at.modules, late[rank].at.collectives))
     details = ", ".join(
-        f"{names[rank]} at module {at.modules}, collective {at.collectives}"
+        f"{names[rank]} at module {at.at.modules}, collective {at.at.collectives}"
         + (f", without a sign of life for {silent[rank]:.0f} s" if rank in silent else "")
         for rank, at in late.items()
     )
     text = f"{what} timed out after {timeout:g} s; {names[last]} is furthest behind. No report from {details}."
-    try:
-        path = os.fsencode(collect_stacks(stacks, processes, text))
-        found = f"Stacks of all ranks: {path.decode(errors='replace')}."  # texts with bytes that are not UTF-8 reach no browser
-    except OSError as error:
-        found = f"No stacks of the ranks: {error}."
+    state = processes[last].state  # before it is killed
+    stack = wait_for_stack([processes[rank].log for rank in late], processes[last].log)
+    found = f"Its main thread, whose process is {state}:\n{stack}\n" if stack else f"Its process is {state} and wrote no stack. "
     remedy = f"{_SLOW.get(what, _SLOW['load'])} {advice}".rstrip()
-    return PoolTimeout(f"{text} {found} They are restarted on next use. {remedy}", last)
+    return PoolTimeout(f"{text} {found}The ranks are restarted on next use. {remedy}", last)
+
+
+PATIENCE = 0.6  # seconds that ranks get to write their stacks, which they do when the time is up
+FRAMES = 12  # of a stack that an error shows, the innermost; the log has all
+QUIET = 0.15  # seconds without another line after which all is written
+
+
+def wait_for_stack(logs: Sequence[LogPump], last: LogPump) -> str:
+    """Wait until ranks have written their stacks; return that of the main thread of one of them, empty where it wrote none."""
+    now = time.monotonic()
+    deadline, quiet_since, before = now + PATIENCE, now, [0] * len(logs)
+    while now < deadline and not (all(before) and now - quiet_since >= QUIET):
+        time.sleep(0.03)
+        counts, now = [len(each.stacks) for each in logs], time.monotonic()
+        if counts != before:
+            before, quiet_since = counts, now
+    first = max(
+        (at for at, line in enumerate(last.stacks) if "most recent call first" in line), default=0
+    )  # the last is the main one
+    return "\n".join(last.stacks[first + 1 :][:FRAMES])
 
 
 def _describe_memory(replies: Mapping[int, Report]) -> str:
@@ -161,56 +168,3 @@ def _describe_exit(code: int | None) -> tuple[str, str]:
         hint = " The kernel may have killed it for lack of memory." if name == "SIGKILL" else ""
         return name, f"the process ended with {name}.{hint}"
     return "ProcessExit", f"the process exited with code {code}."
-
-
-PREFIX = "context-parallel-stacks-"  # of a file with the stacks of all ranks
-KEEP = 5  # such files of this user
-PATIENCE = 0.6  # seconds that ranks get to write
-QUIET = 0.15  # seconds without another byte after which all is written; a rank writes its main thread last
-
-
-def collect_stacks(files: Sequence[int], processes: Sequence[RankProcess], title: str) -> Path:
-    """Make every rank that lives write its stacks into its file, and put them together in one that this user alone can read, in the
-    folder for temporary files. The ranks are to be killed afterwards. Raises OSError: without room or descriptors.
-
-    A rank writes at a signal, from the signal's handler: it needs neither the GIL nor a rank that listens.
-    """
-    states = [process.state for process in processes]
-    asked = []
-    for fd, process in zip(files, processes, strict=True):
-        if process.returncode is None:
-            process.write_stacks()
-            asked.append(fd)
-    _wait_written(asked)
-    handle, name = tempfile.mkstemp(prefix=PREFIX, suffix=".txt")
-    with os.fdopen(handle, "w", encoding="utf-8", errors="replace") as out:
-        out.write(f"{title}\nVersion {VERSION}\n")
-        for rank, (process, state, fd) in enumerate(zip(processes, states, files, strict=True)):
-            out.write(f"\n=== rank {rank}, pid {process.pid}, {state}\n")
-            out.write(content_of(fd).decode(errors="replace"))
-    _remove_old()
-    return Path(name)
-
-
-def _wait_written(files: Sequence[int]) -> None:
-    """Wait until all have written and none still writes, for PATIENCE seconds at most."""
-    now = time.monotonic()
-    deadline, quiet_since, sizes = now + PATIENCE, now, [0] * len(files)
-    while now < deadline and not (all(sizes) and now - quiet_since >= QUIET):
-        time.sleep(0.03)
-        before, sizes, now = sizes, [os.fstat(fd).st_size for fd in files], time.monotonic()
-        if sizes != before:
-            quiet_since = now
-
-
-def _remove_old() -> None:
-    """Remove all but the newest files of this user. Other processes do so, too: a file that one of them has removed is no error."""
-    own = []
-    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*.txt"):
-        with contextlib.suppress(OSError):
-            found = path.lstat()
-            if found.st_uid == system.user() and stat.S_ISREG(found.st_mode):
-                own.append((found.st_mtime, path))
-    for _, path in sorted(own)[:-KEEP]:
-        with contextlib.suppress(OSError):
-            path.unlink()

@@ -1,19 +1,18 @@
-"""What ranks are started with: files without names, folders, environment, limits of the system, and a log."""
+"""What ranks are started with: folders, environment, limits of the system, and a log."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import logging
-import mmap
 import os
+import re
 import stat
 import tempfile
 import threading
 from collections import deque
 from collections.abc import Iterator
 from functools import lru_cache
-from io import FileIO
 
 from ..cache import cache_folder
 from ..errors import PoolError
@@ -27,18 +26,6 @@ _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "CCL_KVS_IFACE", "HCC
 _FOREIGN = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
 # Of the threads that compute on CPUs. Node packs set some for what they do themselves, when all ranks would compute on one thread.
 _THREADS = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "VECLIB_")
-
-
-def memory_file() -> FileIO:
-    """Make a file without a name, for processes that inherit its descriptor. Nothing stays, whatever ends them."""
-    return FileIO(system.memory_fd(), "r+")
-
-
-def content_of(fd: int) -> bytes:
-    """Return what is in a file of `memory_file`, wherever others who have it open read or write."""
-    size = os.fstat(fd).st_size
-    with contextlib.closing(mmap.mmap(fd, size, access=mmap.ACCESS_READ) if size else mmap.mmap(-1, 1)) as pages:
-        return pages[:size]
 
 
 def _compiled_folder() -> str:
@@ -139,12 +126,21 @@ def name_limit(error: BaseException) -> str:
 _LEVELS = {name: getattr(logging, name) for name in ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")}
 
 
+# What `faulthandler` writes.
+_STACKS, _STACK_LINE = "Timeout (", re.compile(r'Thread 0x|Current thread 0x|  File "|  <|  \.\.\.')
+
+
 class LogPump:
-    """A thread that copies the lines of one process to the log until it has ended, each with the process's `name` in front. `fd`:
-    what the process writes to, a descriptor of this process's own while the pump is used as a context."""
+    """A thread that copies the lines of one process to the log until it has ended, each with the process's `name` in front.
+
+    Attributes:
+        fd: what the process writes to, a descriptor of this process's own while the pump is used as a context.
+        stacks: the lines of the last stacks of all threads that it wrote.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.stacks: list[str] = []
         self._last: deque[str] = deque(maxlen=12)
         read, self.fd = os.pipe()
         self._thread = threading.Thread(target=self._run, args=(read,), name="context-parallel-log", daemon=True)
@@ -172,7 +168,11 @@ class LogPump:
         name, separator, text = line.partition("|")
         level = _LEVELS.get(name) if separator else None
         line = text if level else line
-        if not line.startswith("frame #"):  # of C++: dozens of them follow the line that says what is wrong
+        if line.startswith(_STACKS):
+            self.stacks = []
+        elif _STACK_LINE.match(line):
+            self.stacks.append(line)
+        elif not line.startswith("frame #"):  # of C++: dozens of them follow the line that says what is wrong
             self._last.append(line)
         log.log(level or logging.INFO, "[%s] %s", self.name, line)
 

@@ -1,14 +1,15 @@
 """Every message between the controller and the ranks, as bytes and back.
 
-A frame is a JSON object: the name of the message, the number of the command that it belongs to, the bytes of its tensors in shared
-memory, and the fields of its dataclass, which are checked one by one. A value with tensors in it is a `Tree` (see `protocol`).
-Nothing is ever unpickled.
+The header of a frame is a JSON object: the name of the message, the number of the command that it belongs to, the bytes of its
+tensors in shared memory, the seconds that the command may take, and the fields of its dataclass, which are checked one by one. A
+value with tensors in it is a `Tree` (see `protocol`). Nothing is ever unpickled.
 
 | Sent by | Messages |
 |---|---|
 | the controller, to every rank | `Request`: `Import`, `Connect`, `Probe`, `Measure`; `Echo`, `Load`, `Call`, `AttachNetwork`, `Drop`, `MakeRoom`, `Available`; `Shutdown` |
-| the controller, out of turn, to rank 0 | `Cancel` |
+| the controller, out of turn, to every rank | `Cancel`, and when all have answered `Leave` |
 | every rank, once per command | `Report`: what its request names, or `Cancelled`, or `Failure` |
+| every rank, out of turn | `Beat`; `Arrived`, the answer to `Cancel` |
 """  # noqa: E501  (a table)
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from ..engine.cost import CallWork
 from ..engine.measuring import Measured
 from ..engine.ranks.config import PipelineSettings, SequenceSettings
 from ..errors import ProtocolError
+from .frames import MAX_HEADER
 from .protocol import LARGEST, Tree, decode, encode, is_number
 
 Method = Literal["forward", "_forward", "decode", "encode"]
@@ -252,8 +254,33 @@ class Measure(Request[Ready]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cancel(Request[Done]):
-    """Leave the call."""
+class Cancel(Message):
+    """Stop at the next place of the call, and say which the last one was: see `CancelPoints`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrived(Message):
+    """The last place of the call that the rank passes for sure."""
+
+    place: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leave(Message):
+    """Leave the call at this place, all ranks."""
+
+    place: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beat(Message):
+    """A sign of life, and how far a rank is in the command that it works on."""
+
+    modules: int = 0  # planned ones that it has entered
+    collectives: int = 0  # that it has begun
+    loaded: int | None = None  # thousandths of a model; None = it loads none
+    has_loaded: bool = False  # it has begun to bring a model to its device in this command
+    compiling: int = 0  # the part of a model that it compiles, counted from 1 since its process started; 0 = none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -355,21 +382,20 @@ class Available(Request[Room]):
 KINDS: dict[str, type[Message]] = {
     kind.__name__: kind
     for kind in (
-        Import, Connect, Probe, Compare, Measure, Shutdown, Cancel, Echo, Load, Call, AttachNetwork, Describe, Drop, MakeRoom,
-        Available,
+        Import, Connect, Probe, Compare, Measure, Shutdown, Cancel, Arrived, Leave, Beat, Echo, Load, Call, AttachNetwork, Describe,
+        Drop, MakeRoom, Available,
         Done, Cancelled, Failure, Compared, Ready, Value, Loaded, Described, Room, CallReport,
     )
 }  # fmt: skip
-MAX_HEADER = 64 << 20  # bytes of a message without its tensors
 
 
 @dataclass(frozen=True, kw_only=True)
-class Frame:
+class Header:
     kind: str  # name of its class
     seq: int  # number of the command; 0 = the start
     nbytes: int  # of its tensors
+    seconds: float  # that the command may take; 0 = no matter
     fields: dict[str, Any]
-    data: bytes  # as it came
 
     @property
     def message(self) -> Message:
@@ -388,28 +414,31 @@ class Frame:
         return report
 
 
-def pack(message: Message, seq: int = 0, nbytes: int = 0) -> bytes:
-    """Convert a message to bytes. Raises ProtocolError: it is too long."""
-    data = encode({"kind": type(message).__name__, "seq": seq, "nbytes": nbytes, "fields": message})
+def pack(message: Message, seq: int = 0, nbytes: int = 0, seconds: float = 0.0) -> bytes:
+    """Convert a message to the header of a frame. Raises ProtocolError: it is too long."""
+    data = encode({"kind": type(message).__name__, "seq": seq, "nbytes": nbytes, "seconds": seconds, "fields": message})
     if len(data) > MAX_HEADER:
         raise ProtocolError(f"a message header of {len(data)} bytes is above the limit of {MAX_HEADER}")
     return data
 
 
-def unpack(data: bytes) -> Frame:
-    """Convert bytes to a frame. Raises ProtocolError for what `pack` does not make; the message's fields are not checked yet."""
+def unpack(data: bytes) -> Header:
+    """Convert the header of a frame. Raises ProtocolError for what `pack` does not make; the message's fields are not checked
+    yet."""
     try:
         header = json.loads(data)
     except (ValueError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"a message header is not JSON: {error}") from error
-    if not isinstance(header, dict) or header.keys() != {"kind", "seq", "nbytes", "fields"}:
-        raise ProtocolError("a message header is not a JSON object with kind, seq, nbytes and fields")
+    if not isinstance(header, dict) or header.keys() != {"kind", "seq", "nbytes", "seconds", "fields"}:
+        raise ProtocolError("a message header is not a JSON object with kind, seq, nbytes, seconds and fields")
     kind, fields = header["kind"], header["fields"]
     if not isinstance(kind, str) or kind not in KINDS or not isinstance(fields, dict):
         raise ProtocolError(f"unknown message {str(kind)[:80]!r}")
     if not all(is_number(header[name]) and isinstance(header[name], int) for name in ("seq", "nbytes")):
         raise ProtocolError(f"a message of {str(header['nbytes'])[:80]} bytes, at most {LARGEST:g}")
-    return Frame(kind=kind, seq=header["seq"], nbytes=header["nbytes"], fields=fields, data=data)
+    if not is_number(header["seconds"]):
+        raise ProtocolError(f"a message with {str(header['seconds'])[:80]} seconds, at most {LARGEST:g}")
+    return Header(**header)
 
 
 def all_of(kind: type[R], reports: Sequence[Report]) -> list[R]:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import os
-import socket
+import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from subprocess import _args_from_interpreter_flags as interpreter_options  # type: ignore[attr-defined]  # multiprocessing uses it
 from typing import Any, Protocol
 
 from ..system import system
+from .blocks import Shared
 from .config import WorkerSite
+from .frames import Frame, Malformed, Outbox, Reader
 from .launcher import LogPump
 
 log = logging.getLogger("context_parallel")
@@ -22,6 +26,9 @@ log = logging.getLogger("context_parallel")
 PROGRAM = Path(__file__).with_name("rank_program.py")
 _OWN = "CP_"  # names of variables that only our code reads, which a rank gets when it is told which one it is
 _SAME_ORDER = {"PYTHONHASHSEED": "0"}  # of sets of strings, on all ranks
+
+Hear = Callable[[Frame | Malformed | None], None]
+"""Takes what a rank sends, in the thread that reads it; at last None: it has ended."""
 
 
 class RankProcess:
@@ -41,6 +48,10 @@ class RankProcess:
         self.error: Exception | None = None
         self._ended, self._lock = threading.Event(), threading.Lock()
 
+    def send(self, frame: Frame) -> None:
+        """Send it a frame. Never waits; nothing happens where it has ended."""
+        raise NotImplementedError
+
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for its end; False if it runs on."""
         return self._ended.wait(timeout)
@@ -55,10 +66,6 @@ class RankProcess:
     def state(self) -> str:
         """What the kernel says it does, such as "sleeping" or "stopped"; "gone" where there is no such process."""
         return system.process_state(self.pid)
-
-    def write_stacks(self) -> None:
-        """Have it write its stacks into the file that it has for them."""
-        raise NotImplementedError
 
     def kill(self) -> None:
         """End it now."""
@@ -78,49 +85,75 @@ class LocalProcess(RankProcess):
     """
 
     def __init__(self, site: WorkerSite, environment: dict[str, str]) -> None:
-        self._messages = system.Messages({"parent": os.getpid(), "path": site.path, "argv": site.argv, "preload": site.preload})
-        try:
-            with LogPump("rank") as log:
-                super().__init__(log)
-                started: Future[int] = Future()
-                run = threading.Thread(target=self._run, args=(started, environment), daemon=True)
-                run.name = "context-parallel-rank"
-                run.start()
-                self.pid = started.result()
-        except BaseException:
-            self._messages.close()
-            raise
+        self._hear: Hear = lambda frame: None
+        with LogPump("rank") as log:
+            super().__init__(log)
+            started: Future[tuple[int, Outbox]] = Future()
+            threading.Thread(target=self._run, args=(started, environment), name="context-parallel-rank", daemon=True).start()
+            self.pid, self._outbox = started.result()
+        message = {"parent": os.getpid(), "path": site.path, "argv": site.argv, "preload": site.preload}
+        self.send(Frame(json.dumps(message).encode()))
 
-    def begin(self, spec: dict[str, Any], environment: dict[str, str], channel: socket.socket, fds: dict[str, int]) -> None:
-        """Have it be a rank. `spec`: see `worker.Worker`. `channel`: its end. `fds`: descriptors that it inherits, by their names
-        there."""
+    def begin(self, spec: dict[str, Any], environment: dict[str, str], hear: Hear) -> None:
+        """Have it be a rank. `spec`: see `worker.Worker`."""
         self.log.name = f"rank {spec['rank']}"
-        with self._lock:  # it may have ended, or been killed: its channel will say so
-            self._messages.send({**spec, "environment": environment}, fds, {"channel_fd": channel})
+        with self._lock:  # it may have ended, or been killed
+            self._hear = hear
+            if self.returncode is not None:
+                hear(None)
+        self.send(Frame(json.dumps({**spec, "environment": environment}).encode()))
 
-    def write_stacks(self) -> None:
-        with self._lock:
-            if self.returncode is None:
-                self._messages.request_stacks(self.pid)
+    def send(self, frame: Frame) -> None:
+        self._outbox.put(frame)
 
     def kill(self) -> None:
-        with self._lock:
-            self._messages.close()
+        self._outbox.close()
         super().kill()
 
-    def _run(self, started: Future[int], environment: dict[str, str]) -> None:
-        """Start it and wait for its end, in the thread that must not end before: see `system.end_with`."""
+    def _run(self, started: Future[tuple[int, Outbox]], environment: dict[str, str]) -> None:
+        """Start it, read what it sends, and wait for its end, in the thread that must not end before: see `system.end_with`."""
         try:
-            command = [sys.executable, *interpreter_options(), "-u", str(PROGRAM)]
-            process = self._messages.start(command, _SAME_ORDER | environment, self.log.fd)
+            process, outbox, source = _start(_SAME_ORDER | environment, self.log.fd)
         except BaseException as error:  # noqa: BLE001  (raised where it is waited for)
             started.set_exception(error)
             return
-        started.set_result(process.pid)
+        started.set_result((process.pid, outbox))
+        try:
+            reader = Reader(source)
+            while (frame := reader.read()) is not None:
+                self._hear(frame)
+        except Malformed as error:
+            self._hear(error)
+        finally:
+            os.close(source)
         system.wait_for(process)
         with self._lock:
             self.ended(process.wait())
-            self._messages.close()
+            self._hear(None)
+        outbox.close()
+
+
+def _start(environment: dict[str, str], errors: int) -> tuple[subprocess.Popen[bytes], Outbox, int]:
+    """Start the program. Returns it, what writes to it, and the descriptor that it is read from. `errors`: that of its log."""
+    with contextlib.ExitStack() as kept, contextlib.ExitStack() as given:
+
+        def pipe(reader: contextlib.ExitStack, writer: contextlib.ExitStack) -> tuple[int, int]:
+            ends = os.pipe()
+            for stack, fd in zip((reader, writer), ends, strict=True):
+                stack.callback(os.close, fd)
+            return ends
+
+        (commands, target), (source, reports) = pipe(given, kept), pipe(kept, given)
+        command = [sys.executable, *interpreter_options(), "-u", str(PROGRAM)]
+        process = system.start(command, environment, commands, reports, errors)
+        try:
+            outbox = Outbox(target)
+        except RuntimeError:
+            process.kill()
+            process.wait()
+            raise
+        kept.pop_all()
+    return process, outbox, source
 
 
 class Waiting:
@@ -168,8 +201,8 @@ WAITING = Waiting()
 class OtherMachine(Protocol):
     """A machine that starts ranks."""
 
-    def start(self, spec: dict[str, Any], environment: dict[str, str], channel: socket.socket, fds: dict[str, int]) -> RankProcess:
-        """Ask for a rank and return at once. It reads commands and writes reports as if it had inherited the descriptors."""
+    def start(self, spec: dict[str, Any], environment: dict[str, str], hear: Hear, shared: Shared) -> RankProcess:
+        """Ask for a rank and return at once: see `LocalProcess.begin`. `shared`: the memory that its spec names."""
 
 
 class OtherMachines(Protocol):

@@ -1,18 +1,20 @@
 """The program of a rank's process: imports what ranks need, then waits to be told which rank it is.
 
-Run by file name, as `python rank_program.py <where messages come from>`, by `processes.LocalProcess`. The folder of this file
-leaves `sys.path` at once: its modules would shadow others.
+Run by file name, as `python rank_program.py`, by `processes.LocalProcess`. Standard input and output are for frames; what a library
+prints goes to standard error. The folder of this file leaves `sys.path` at once: its modules would shadow others.
 """
 
 import contextlib
+import faulthandler
 import gc
 import importlib
 import importlib.util
+import json
 import os
 import sys
 import traceback
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 RANK_NAME = "cp-rank-"
 """What the kernel calls a rank's process, and `top` with it; its number follows."""
@@ -58,33 +60,37 @@ def preload(modules: list[str]) -> None:
     gc.enable()
 
 
-def run(argument: str) -> None:
-    """Be a rank. The first message says what to import, the second one which rank."""
+def run() -> None:
+    """Be a rank. The first frame says what to import, the second one which rank."""
     system = import_by_name(f"{PACKAGE}.system").system
-    messages = system.Receiver(argument)
+    frames = import_by_name(f"{PACKAGE}.pool.frames")
+    inbox = frames.Inbox(ended=lambda: system.exit_now(0), urgent=lambda frame: None, arrived=watch_start)
     for stream in (sys.stdout, sys.stderr):  # pipes: elsewhere than in a terminal, not every system writes all letters
         stream.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]
-    messages.write_stacks_into(2)  # of an import that hangs: into the log
-    site = messages.receive()
+    site = json.loads(inbox.get().header)
     system.end_with(site["parent"])
     system.name_process("cp-waiting")
     set_search_path(site["path"])
     sys.argv = site["argv"]
     preload(site["preload"])
-    spec = messages.receive()
-    messages.close()
+    spec = json.loads(inbox.get().header)
     system.name_process(f"{RANK_NAME}{spec['rank']}")
-    messages.write_stacks_into(spec["stacks_fd"])
     system.allow_open_files()
     os.environ.clear()
     os.environ.update(spec.pop("environment"))
-    import_by_name(WORKER).run(spec)
+    import_by_name(WORKER).run(spec, inbox)
+
+
+def watch_start(frame: Any) -> None:
+    """Have the stacks written if this process is not ready for a command in time: an import may hang."""
+    if seconds := json.loads(frame.header).get("seconds"):
+        faulthandler.dump_traceback_later(seconds, file=2)
 
 
 def main() -> NoReturn:
     code = 1
     try:
-        run(sys.argv[1])
+        run()
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)

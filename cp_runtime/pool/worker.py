@@ -1,6 +1,6 @@
 """A worker rank: waits for a command, runs it together with the other ranks, reports the outcome to the controller.
 
-Every rank gets commands over its own channel and reports there, once per command: a rank whose peers hang in a collective can
+Every rank gets commands over its own pipe and reports over another, once per command: a rank whose peers hang in a collective can
 still say why. What the commands do is the business of a service: the pool's owner names a module with a
 `make_service(worker)`, which returns handlers by kind of request. The pool itself knows those of the start, `echo` and
 `shutdown`.
@@ -13,13 +13,12 @@ import importlib
 import logging
 import mmap
 import os
-import socket
+import queue
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,13 +29,15 @@ from ..engine.exchange.exchange import trim as trim_exchanges
 from ..engine.measuring import device_name, measure
 from ..engine.ranks.collectives import CommStats, wait_for
 from ..engine.ranks.mesh import BatchMesh
-from ..errors import PoolTimeout, ProtocolError
+from ..errors import ProtocolError
 from ..system import system
-from .board import Board, CancelPoints, start_heartbeat
-from .channel import Channel, Closed, SharedBlock
+from .blocks import SharedBlock
+from .cancel import CancelPoints
+from .frames import Frame, Inbox
 from .launcher import name_limit
 from .messages import (
     KINDS,
+    Arrived,
     CallOutcome,
     CallReport,
     Cancel,
@@ -48,10 +49,12 @@ from .messages import (
     Done,
     Echo,
     Failure,
-    Frame,
+    Header,
     Import,
+    Leave,
     Measure,
     Memory,
+    Message,
     Probe,
     Ready,
     Report,
@@ -59,9 +62,11 @@ from .messages import (
     Shutdown,
     Value,
     pack,
+    unpack,
 )  # fmt: skip
 from .peers import FASTER, compare, probe
 from .processors import stay_near
+from .progress import Notes, Watch
 from .protocol import TensorPacker, flatten
 from .tensor_cache import TensorCache
 
@@ -83,6 +88,7 @@ class Worker:
 
     Args:
         spec: what the controller passed to this process; see `WorkerPool`.
+        inbox: its commands.
 
     Attributes:
         mesh: all ranks.
@@ -91,16 +97,15 @@ class Worker:
         cache: tensors that stay here between two commands.
     """
 
-    def __init__(self, spec: dict[str, Any]) -> None:
+    def __init__(self, spec: dict[str, Any], inbox: Inbox) -> None:
         self.rank, self.world_size = int(spec["rank"]), int(spec["world_size"])
         self.device = torch.device(spec["device"])
-        self.channel = Channel(socket.socket(fileno=spec["channel_fd"]))
-        self.request, self.response = SharedBlock(spec["request_fd"]), SharedBlock(spec["response_fd"])
-        self.board = Board(SharedBlock(spec["board_fd"]), self.world_size)
-        self.cancel_points = CancelPoints(self.board.decision, self.rank)
-        self.stats = CommStats()
+        self.inbox, self._watch = inbox, Watch()
+        self.request, self.response = (SharedBlock(system.foreign_fd(*spec[name])) for name in ("request", "response"))
+        self.cancel_points, self.stats = CancelPoints(), CommStats()
         self._runs = False  # the call is left at runs of its forward
-        start_heartbeat(self.board, self.rank, lambda: self.stats.collectives)
+        self.notes = Notes(self._tell, lambda: self.stats.collectives, self._watch, spec["load_timeout"])
+        inbox.urgent, inbox.arrived = self._urgent, lambda frame: self.cancel_points.restart()
         self.spec, self.timeout = spec, timedelta(seconds=spec["collective_timeout"])
         self.cache = TensorCache(self.device)
         self._handlers: dict[type[Request[Any]], Handler] = {
@@ -122,7 +127,7 @@ class Worker:
             self._handlers |= module.make_service(self)
 
     def _connect(self, *_: Any) -> None:
-        self._store = dist.FileStore(system.store_path(self.spec["store_fd"]), self.world_size)
+        self._store = dist.FileStore(system.store_path(system.foreign_fd(*self.spec["store"])), self.world_size)
         self._join(self.spec["backend"])
 
     def _join(self, backend: str) -> None:
@@ -163,43 +168,53 @@ class Worker:
         """Run commands until told to stop.
 
         Raises:
-            ProtocolError: what came is no frame, so nobody knows where the next one begins, or which command to report on. Anything
+            Malformed, ProtocolError: what came is no frame or has no header, so nobody knows which command to report on. Anything
                 else that is wrong with a command is reported.
         """
-        while (frame := self._next()).kind != Shutdown.__name__:
-            if frame.kind == Cancel.__name__:  # came after its call had ended
-                continue
-            self.cancel_points.restart()
-            self.board.begin(self.rank)
+        while (header := unpack(self._next().header)).kind != Shutdown.__name__:
+            self.notes.begin(header.seq, header.seconds)
+            self._watch.until(time.monotonic() + header.seconds if header.seconds else 0.0)
             try:
-                report = self._report_on(frame)
+                report = self._report_on(header)
             except Exception as error:  # noqa: BLE001  (the controller raises it in the node)
                 # While the error still holds its tensors: to free one of a device that is lost may end the process.
-                self._answer(failure(error, self.stats, self.device), frame)
+                self._answer(failure(error, self.stats, self.device), header)
             else:
-                self._answer(report, frame)
+                self._answer(report, header)
 
-    def _report_on(self, frame: Frame) -> Report:
+    def _report_on(self, header: Header) -> Report:
         try:
-            block, request = self._block(frame), frame.message
+            block, request = self._block(header), header.message
             return self._handlers[type(request)](request, block) or Done()  # type: ignore[index]  # `_block` has looked
         except CallCancelledOnRank:
             return Cancelled()
 
-    def _answer(self, report: Report, frame: Frame) -> None:
-        self.cancel_points.end()
-        self.board.begin(self.rank)
-        self.channel.send(pack(report, frame.seq))
+    def _answer(self, report: Report, header: Header) -> None:
+        self.notes.begin()
+        self._watch.until(0.0)
+        self._tell(report, header.seq)
+
+    def _tell(self, message: Message, seq: int = 0) -> None:
+        self.inbox.send(Frame(pack(message, seq)))
 
     def _next(self) -> Frame:
-        """Wait for the next message. A rank that has been idle for a while gives its free memory back."""
-        with contextlib.suppress(PoolTimeout):
-            return self.channel.receive(time.monotonic() + IDLE)
+        """Wait for the next command. A rank that has been idle for a while gives its free memory back."""
+        with contextlib.suppress(queue.Empty):
+            return self.inbox.get(IDLE)
         system.trim_heap()
         trim_exchanges()
-        return self.channel.receive()
+        return self.inbox.get()
 
-    def _block(self, frame: Frame) -> Tensor:
+    def _urgent(self, frame: Frame) -> None:
+        """Take a message out of turn, in the thread that reads."""
+        header = unpack(frame.header)
+        match header.message:
+            case Cancel():
+                self._tell(Arrived(place=self.cancel_points.ask()), header.seq)
+            case Leave(place=place):
+                self.cancel_points.decide(place)
+
+    def _block(self, frame: Header) -> Tensor:
         """Return the bytes of a command's tensors, in memory that the controller and all ranks map. Raises ProtocolError: there is
         no such command, or less memory."""
         if KINDS[frame.kind] not in self._handlers:
@@ -243,7 +258,7 @@ class Worker:
             **vars(result),
             outcome=outcome,
             seconds=seconds,
-            modules=self.board.read(self.rank).modules,
+            modules=self.notes.modules,
             communication=Communication(seconds=stats.seconds, collectives=stats.collectives, bytes=stats.bytes_sent),
             bytes=dict(stats.bytes),
             memory=memory_of(self.device),
@@ -253,39 +268,36 @@ class Worker:
         """Return a function to run at every planned module. It notes the progress, and leaves with all ranks if the user
         cancelled. `cancel_every`: see `Call`."""
 
+        notes = self.notes
+
         def on_module() -> None:
-            module = self.board.enter_module(self.rank)
-            if cancel_every and module % cancel_every == 0 and not self._runs:
+            notes.modules += 1
+            if cancel_every and notes.modules % cancel_every == 0 and not self._runs:
                 self.cancel_point()
 
         return on_module
 
-    def run_point(self, stages: int) -> bool:
-        """Leave with all ranks if the user cancelled: at a run of a forward, of several that follow each other through stages, of
-        which the first is so many runs ahead of the last. Modules are no cancel points in such a call. Returns whether it is sure
-        that all ranks pass the next one."""
+    def run_point(self) -> bool:
+        """Leave with all ranks if the user cancelled: at a run of a forward, of several that follow each other through stages.
+        Modules are no cancel points in such a call. Returns whether it is sure that all ranks pass the next one."""
         self._runs = True
-        self.cancel_point(stages)
-        return self.cancel_points.pass_next(stages)
+        self.cancel_point()
+        return self.cancel_points.pledge()
 
-    def cancel_point(self, lead: int = 1) -> None:
-        """Leave with all ranks if the user cancelled. `lead`: see `CancelPoints.leave`."""
+    def cancel_point(self) -> None:
+        """Leave with all ranks if the user cancelled."""
         wait_for(self.device)  # if the host ran ahead, nothing would be left to cancel
-        if self.cancel_points.leave(self._cancel_asked, lead):
+        if self.cancel_points.leave():
             raise CallCancelledOnRank
 
     def compiling(self, part: int) -> None:
         """Note that a part of a model is compiled from now on. `part`: counts from 1; 0 = no more. That time does not count towards
         the deadline."""
-        self.board.compiling(self.rank, part)
+        self.notes.compiling(part)
 
     def loading_hook(self) -> Callable[[int | None], None]:
         """Return a function that takes the thousandths of a model that are loaded, or None when it is complete."""
-        return partial(self.board.load, self.rank)
-
-    def _cancel_asked(self) -> bool:
-        frame = self.channel.poll()
-        return frame is not None and frame.kind == Cancel.__name__
+        return self.notes.load
 
 
 def failure(error: Exception, stats: CommStats, device: torch.device) -> Failure:
@@ -329,10 +341,9 @@ def left_memory(device: torch.device) -> Memory | None:
         return None
 
 
-def run(spec: dict[str, Any]) -> None:
+def run(spec: dict[str, Any], inbox: Inbox) -> None:
     # ComfyUI logs the same on every rank while it is imported and loads; only its warnings differ.
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s|%(message)s", force=True)
     logging.getLogger("context_parallel").setLevel(spec["log_level"])
     torch.set_grad_enabled(False)
-    with contextlib.suppress(Closed):  # the controller has closed the channel, or is gone
-        Worker(spec).serve()
+    Worker(spec, inbox).serve()

@@ -8,43 +8,51 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import queue
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
 
 import torch
 
 from ..engine.measuring import Measured
 from ..engine.ranks.mesh import reduced
 from ..engine.ranks.sharding import Shares
-from ..errors import ContextParallelError, PoolError, RankError
+from ..errors import ContextParallelError, PoolError, ProtocolError, RankError
 from ..system import system
-from .board import Inherited, Progress
-from .channel import Channel, Closed, ready
-from .collection import Collection, ModuleTimes, Outcome, SendCancel
+from .blocks import Shared
+from .collection import Collection, ModuleTimes, Outcome, SendCancel, SendLeave
 from .config import TIMEOUTS, RuntimeConfig, WorkerSite, split_device, timeout_of
 from .failures import connect_advice, connect_failure, death, missed_deadline, reported_failure
+from .frames import Frame, Malformed
 from .launcher import as_host, child_environment, starting
 from .messages import (
+    Arrived,
+    Beat,
     Cancel,
     Compare,
-    Compared,
     Connect,
     Failure,
+    Header,
     Import,
+    Leave,
     Measure,
+    Message,
     Probe,
     R,
-    Ready,
     Report,
     Request,
     Shutdown,
     Value,
     all_of,
     pack,
+    unpack,
 )  # fmt: skip
 from .peers import FASTER, Connection, fallback_of, look_at_peers
 from .processes import WAITING, OtherMachine, OtherMachines, RankProcess
+from .progress import Progress
 from .protocol import TensorPacker, read_tensor, unflatten
 
 log = logging.getLogger("context_parallel")
@@ -56,6 +64,10 @@ COMPARING = 10.0  # seconds that they have to compare it with shared memory
 TICK = 0.02  # seconds between two looks at the caller's Cancel
 SHUTDOWN_GRACE = 5.0
 KEEP_BYTES = 64 << 20  # of shared memory for messages, and for results; more is given back
+
+
+Heard = queue.SimpleQueue[tuple[int, Header | Exception | None]]
+"""What ranks send, with the rank: a header, what was wrong with it, or None at its end."""
 
 
 class CallCancelled(Exception):
@@ -104,8 +116,9 @@ class WorkerPool:
         self._open()
 
     def _open(self) -> None:
-        self.channels: list[Channel] = []
-        self.inherited = Inherited(self.world_size)
+        self.shared = Shared()
+        self._heard: Heard = queue.SimpleQueue()
+        self._progress = [Progress()] * self.world_size
 
     def start(self, cancelled: Callable[[], bool] | None = None) -> None:
         """Start the ranks and wait until all are ready.
@@ -136,38 +149,34 @@ class WorkerPool:
     def _start(self, way: Connection, cancelled: Callable[[], bool] | None) -> None:
         began, self.seconds, self.chosen, self.fallback.comparing = time.monotonic(), {}, "", False
 
-        def ended(step: str, what: str = "start", timeout: float | None = None) -> list[Report]:
-            """Wait until all ranks have taken a step. `timeout`: of this step; None = what is left of the start's."""
+        def step(request: Request[R], what: str = "start", timeout: float | None = None) -> list[R]:
+            """Have all ranks take a step. `timeout`: of this step; None = what is left of the start's."""
             now = time.monotonic()
             since, limit = (began, self._startup_timeout) if timeout is None else (now, timeout)
+            self._send(request, since + limit - now)
             reports = self._collect(what, since, limit, cancelled)
-            self.seconds[step] = time.monotonic() - now
-            return reports
+            self.seconds[request.command] = time.monotonic() - now
+            return all_of(request.report, reports)
 
         with starting():
             self._start_processes(way)
-            self._send(Import())
-        ended("import")
+        step(Import())
         self.stage = CONNECTING
         self.peer_to_peer = look_at_peers(self.config.local, way) if way.backend == "nccl" else None
-        self._send(Connect())
         limit = min(self._connect_timeout, math.inf if self._others is None else ACROSS)
-        ended("connect", *((CONNECTING, limit) if self._others is not None or way.backend == self.config.native else ()))
+        step(Connect(), *((CONNECTING, limit) if self._others is not None or way.backend == self.config.native else ()))
         if way.backend != "gloo":
-            self._send(Probe())
-            ended("probe", CONNECTING, min(PROBING, self._connect_timeout))
+            step(Probe(), CONNECTING, min(PROBING, self._connect_timeout))
         backend = way.backend
         if self.peer_to_peer is False and self.fallback.may_compare and self._others is None:
             self.fallback.comparing = True
-            self._send(Compare())
-            speed = all_of(Compared, ended("compare", CONNECTING, min(COMPARING, self._connect_timeout)))[0].speed
+            speed = step(Compare(), CONNECTING, min(COMPARING, self._connect_timeout))[0].speed
             self.fallback.comparing = speed > FASTER  # and while they first use it
             if self.fallback.comparing:
                 backend = "gloo"
                 self.chosen = f"exchanges through shared memory are {speed:.1f} × as fast as over {way}"
                 log.info("%s", self.chosen)
-        self._send(Measure())
-        ready = all_of(Ready, ended("measure"))
+        ready = step(Measure())
         self.fallback.comparing = False
         self.backend, self.measured, self.device_names = backend, ready[0].measured, [each.name for each in ready]
         self.shares = reduced(self.config.shares or self.measured.shares)
@@ -180,19 +189,35 @@ class WorkerPool:
         ranks = ", ".join(f"rank {rank} pid {self.pids[rank]} on {device}" for rank, device in enumerate(self.config.devices))
         log.info("started %d ranks in %.1f s (%s): %s", self.world_size, self.seconds["start"], steps, ranks)
 
-    def _send(self, request: Request[Any], nbytes: int = 0) -> None:
-        """Send a command to all ranks. `nbytes`: of its tensors, which lie in shared memory."""
-        frame = pack(request, self._seq + 1, nbytes)
+    def _send(self, request: Request[Any], seconds: float, nbytes: int = 0) -> None:
+        """Send a command to all ranks, which may take so long. `nbytes`: of its tensors, which lie in shared memory."""
+        frame = Frame(pack(request, self._seq + 1, nbytes, max(1e-3, seconds)))
         self._seq += 1
         self.waiting_for = list(range(self.world_size))
-        self.inherited.board.undecided()
-        for channel in self.channels:
-            with contextlib.suppress(Closed):  # _collect says how its rank died
-                channel.send(frame)
+        self._progress[:] = [replace(each, at=Beat()) for each in self._progress]
+        for process in self.processes:
+            process.send(frame)
+
+    def _tell(self, message: Message) -> None:
+        """Tell all ranks something about the command that they work on, at once."""
+        for process in self.processes:
+            process.send(Frame(pack(message, self._seq), urgent=True))
+
+    def _hear(self, heard: Heard, rank: int, frame: Frame | Malformed | None) -> None:
+        """Take what a rank sends, in the thread that reads it."""
+        try:
+            header = unpack(frame.header) if isinstance(frame, Frame) else None
+            if header is not None and header.kind == Beat.__name__:
+                at = cast(Beat, header.message) if header.seq == self._seq else Beat()  # of a command before
+                self._progress[rank] = Progress(at, time.monotonic())
+            else:
+                heard.put((rank, ProtocolError(f"rank {rank}: {frame}") if isinstance(frame, Malformed) else header))
+        except ProtocolError as error:
+            heard.put((rank, error))
 
     def progress(self, rank: int) -> Progress:
         """Return the progress of a rank. From any thread."""
-        return self.inherited.board.read(rank)
+        return self._progress[rank]
 
     def abort(self, reason: str) -> None:
         """End the ranks now, so that a command which runs raises PoolError. From any thread."""
@@ -232,9 +257,9 @@ class WorkerPool:
         before = self._seq
         with self._doing(command, request.brief), self.named_errors(command):
             self._sent = packer.nbytes
-            packer.write(self.inherited.request.view(packer.nbytes))
+            packer.write(self.shared.request.view(packer.nbytes))
             try:
-                self._send(request, packer.nbytes)
+                self._send(request, timeout, packer.nbytes)
                 # From here on: this process may have been stopped after the first rank was told and before the last.
                 return all_of(request.report, self._collect(command, time.monotonic(), timeout, cancelled))
             except (RankError, CallCancelled):  # `_conclude` has killed the pool where necessary
@@ -268,13 +293,13 @@ class WorkerPool:
     def trim(self, sent: int = 0) -> None:
         """Give the memory of large messages back. `sent`: bytes of the last request; that of requests stays after a large one, as
         another may come with every call, such as residuals of a ControlNet."""
-        self.inherited.response.trim(KEEP_BYTES)
+        self.shared.response.trim(KEEP_BYTES)
         if sent <= KEEP_BYTES:
-            self.inherited.request.trim(KEEP_BYTES)
+            self.shared.request.trim(KEEP_BYTES)
 
     def result(self, replies: Sequence[Value], device: torch.device) -> Any:
         """Return the value that rank 0 left in shared memory, copied to `device`. Raises PoolError or torch.OutOfMemoryError."""
-        block = self.inherited.response.view(replies[0].nbytes)
+        block = self.shared.response.view(replies[0].nbytes)
         with self.named_errors("copying the result"):
             value = unflatten(replies[0].value, lambda leaf: read_tensor(block, leaf).to(device, copy=True))
         self.trim(self._sent)
@@ -283,7 +308,7 @@ class WorkerPool:
     def close(self) -> None:
         """End the ranks: ask, wait, kill."""
         if self.alive:
-            self._send(Shutdown())
+            self._send(Shutdown(), SHUTDOWN_GRACE)
             self._running_after(SHUTDOWN_GRACE)
         self.kill()
 
@@ -301,9 +326,7 @@ class WorkerPool:
             log.error("rank %d (pid %d, %s) did not end", rank, pid, self.processes[rank].state)
         for process in self.processes:
             process.log.finish()
-        for channel in self.channels:
-            channel.close()
-        self.inherited.close()
+        self.shared.close()
 
     def _kill_processes(self) -> None:
         for process in self.processes:
@@ -318,17 +341,16 @@ class WorkerPool:
         here = WAITING.take(self.site, environment, local)
         self.processes[:local] = here  # an earlier start's until now: the status must find one
         for rank in range(self.world_size):
-            ours, theirs = system.socket_pair()
-            self.channels.append(Channel(ours))
-            with theirs:
-                device, only = system.seeing_only(split_device(self.config.devices[rank])[1])
-                spec = self._spec(rank, way) | {"device": device}
-                own = environment | way.environment | across | only | (as_host(rank) if hosts else {})
-                fds = self.inherited.descriptors(rank)
-                if rank < local:
-                    here[rank].begin(spec, own, theirs, fds)
-                else:
-                    self.processes[rank : rank + 1] = [self._machine(rank).start(spec, own, theirs, fds)]
+            device, only = system.seeing_only(split_device(self.config.devices[rank])[1])
+            spec = self._spec(rank, way) | {"device": device}
+            own, hear = (
+                environment | way.environment | across | only | (as_host(rank) if hosts else {}),
+                partial(self._hear, self._heard, rank),
+            )
+            if rank < local:
+                here[rank].begin(spec, own, hear)
+            else:
+                self.processes[rank : rank + 1] = [self._machine(rank).start(spec, own, hear, self.shared)]
 
     def _machine(self, rank: int) -> OtherMachine:
         """Return the other machine of a rank. Raises PoolError: it is gone."""
@@ -350,7 +372,10 @@ class WorkerPool:
             "argv": self.site.argv,
             # Longer than any step, so that the controller, which can name the late rank, times out first.
             "collective_timeout": max(self.config.step_timeout, self.load_timeout) + 60,
+            "load_timeout": self.load_timeout,
+            "seconds": self._startup_timeout,
             "log_level": log.getEffectiveLevel(),
+            **self.shared.addresses,
         }
 
     def _collect(self, what: str, began: float, timeout: float, cancelled: Callable[[], bool] | None) -> list[Report]:
@@ -358,44 +383,50 @@ class WorkerPool:
         now, until = time.monotonic(), began + timeout
         collection = Collection(world_size=self.world_size, began=now, timeout=until - now, compile_timeout=self.load_timeout)
         times = ModuleTimes()
-        channels = dict(enumerate(self.channels))  # those of ranks that live
         while True:
             now = time.monotonic()
-            ended = [rank for rank in channels if self.processes[rank].returncode is not None]  # before what they sent last
-            heard = ready(channels, min(TICK, max(0.0, until - now)))
-            gone = [rank for rank in ended if rank not in heard]  # a process that it started has its channel open
-            for rank in heard:
-                channel = channels[rank]
-                try:
-                    channel.flush()
-                    while (frame := channel.poll()) is not None:
-                        if frame.seq == self._seq:
-                            collection.reported(rank, frame.report(rank))
-                except Closed:
-                    gone.append(rank)
-            for rank in gone:
-                del channels[rank]
-                collection.died(rank, time.monotonic())
+            heard = self._wait(min(TICK, max(0.0, until - now)))
+            for rank, header in heard:
+                if isinstance(header, Exception):
+                    raise header
+                if header is None:
+                    collection.died(rank, time.monotonic())
+                elif header.seq == self._seq:
+                    message = header.message
+                    if isinstance(message, Arrived):
+                        collection.arrived(rank, message.place)
+                    else:
+                        collection.reported(rank, header.report(rank))
             self.waiting_for = collection.missing
-            at = {rank: self.progress(rank) for rank in self.waiting_for}
-            compiling = any(progress.compiling for progress in at.values())
-            if any(progress.has_loaded for progress in at.values()):
+            at = {rank: self.progress(rank).at for rank in self.waiting_for}
+            compiling = any(each.compiling for each in at.values())
+            if any(each.has_loaded for each in at.values()):
                 timeout = max(timeout, self.load_timeout)
                 collection.allow(timeout)
             # A rank that compiles does not leave when told to, and modules that take long now do not the next time.
             times = ModuleTimes() if compiling else times
-            times.note({rank: progress.modules for rank, progress in at.items()}, now)
+            times.note({rank: each.modules for rank, each in at.items()}, now)
             if self._aborted:
                 collection.abort()
             step = collection.tick(now, quiet=not heard, compiling=compiling)
             if isinstance(step, Outcome):
                 return self._conclude(step, what, timeout)
+            if isinstance(step, SendLeave):
+                self._tell(Leave(place=step.place))
             if cancelled is not None and cancelled():
                 step = collection.cancel(now, times.longest)
-            if isinstance(step, SendCancel):
-                with contextlib.suppress(Closed):
-                    self.channels[0].send(pack(Cancel()))
+                if isinstance(step, SendCancel):
+                    self._tell(Cancel())
             until = step.until
+
+    def _wait(self, seconds: float) -> list[tuple[int, Header | Exception | None]]:
+        """Return what has come from ranks; wait for something for `seconds`."""
+        found = []
+        with contextlib.suppress(queue.Empty):
+            found.append(self._heard.get(timeout=seconds) if seconds > 0 else self._heard.get_nowait())
+            while True:
+                found.append(self._heard.get_nowait())
+        return found
 
     def _conclude(self, outcome: Outcome, what: str, timeout: float) -> list[Report]:
         """Return the reports; or kill the pool where necessary, and raise what `request` promises."""
@@ -415,7 +446,7 @@ class WorkerPool:
                 log.warning("cancelled inside a step: the ranks did not leave it in time and are restarted on next use")
         elif outcome.late:
             progress = {rank: self.progress(rank) for rank in outcome.late}
-            error = missed_deadline(what, timeout, progress, self.processes, self.inherited.stacks, advice)
+            error = missed_deadline(what, timeout, progress, self.processes, advice)
         if outcome.kill:
             self.kill()
         if error is not None:

@@ -5,14 +5,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import faulthandler
-import json
 import mmap
 import os
-import select
 import shlex
 import signal
-import socket
 import subprocess
 import time
 import zlib
@@ -30,9 +26,7 @@ READ_AT_ONCE = os.O_RDONLY | os.O_NONBLOCK
 """For `os.open`: no waiting where a name turns out to be a pipe's."""
 PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
 """For `mmap.mmap`: memory of this process alone."""
-NONE: Mapping[str, Any] = {}
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
-_DESCRIPTORS = 32  # most that come with a message
 _NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which `mmap` names from Python 3.13 on
 _libc = ctypes.CDLL(None, use_errno=True)  # gives up the GIL meanwhile
 _quick = ctypes.PyDLL(None)
@@ -170,88 +164,16 @@ def trim_heap() -> None:
 # Processes
 
 
-class Messages:
-    """Starts a program of Python, and sends it messages with open files.
-
-    A message is a file without a name, as JSON: other users can read the arguments of a process, and their length is limited.
-    `first`: the message that it finds when it starts.
-    """
-
-    def __init__(self, first: Mapping[str, Any]) -> None:
-        self._socket, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.send(first)
-
-    def start(self, command: list[str], environment: Mapping[str, str], output: int) -> subprocess.Popen[bytes]:
-        """Start the program, whose last argument says where `receiver` finds its messages. `output`: descriptor of its log. Raises
-        OSError."""
-        with self._theirs, open(os.devnull, "rb") as nothing:  # subprocess.DEVNULL stays open if a later descriptor fails
-            return subprocess.Popen(
-                [*command, str(self._theirs.fileno())],
-                env=environment,
-                pass_fds=[self._theirs.fileno()],
-                stdin=nothing,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,  # Ctrl-C in the terminal reaches this process only
-            )
-
-    def send(
-        self, message: Mapping[str, Any], files: Mapping[str, int] = NONE, sockets: Mapping[str, socket.socket] = NONE
-    ) -> None:
-        """Send a message. The program gets open files, by their descriptors, and sockets as descriptors under their names. Nothing
-        where it has ended, or after `close`."""
-        fds = {**files, **{name: each.fileno() for name, each in sockets.items()}}
-        if self._socket.fileno() != -1:
-            own = memory_fd()
-            try:
-                with open(own, "wb", closefd=False) as writer:
-                    writer.write(json.dumps({**message, "descriptors": list(fds)}).encode())
-                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                    socket.send_fds(self._socket, [b"\0"], [own, *fds.values()])
-            finally:
-                os.close(own)
-
-    def request_stacks(self, pid: int) -> None:
-        """Have the program write its stacks: its main thread, before it runs on, so that its stack is the one of the hang.
-
-        A signal to the process goes to any thread once a stopped process runs again, and the main one has moved on by then.
-        """
-        tgkill = getattr(_libc, "tgkill", None)  # glibc 2.30 and newer
-        if tgkill is None:
-            os.kill(pid, signal.SIGUSR1)
-        else:
-            tgkill(pid, pid, signal.SIGUSR1)
-        os.kill(pid, signal.SIGCONT)  # a stopped one has to run to write
-
-    def close(self) -> None:
-        """Send no more. A program that waits for a message ends."""
-        self._socket.close()
-        self._theirs.close()
-
-
-class Receiver:
-    """The program's end of `Messages`. `argument`: its last one."""
-
-    def __init__(self, argument: str) -> None:
-        self._socket = socket.socket(fileno=int(argument))
-
-    def receive(self) -> dict[str, Any]:
-        """Wait for a message. End this process if nobody needs it any more."""
-        data, fds, _, _ = socket.recv_fds(self._socket, 1, _DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
-        if not data:
-            os._exit(0)
-        with open(fds[0], "rb") as file:
-            file.seek(0)
-            message: dict[str, Any] = json.load(file)
-        return message | dict(zip(message.pop("descriptors"), fds[1:], strict=True))
-
-    def write_stacks_into(self, fd: int) -> None:
-        """Write the stacks of all threads into a file when asked to, from a signal's handler: the GIL is not needed."""
-        faulthandler.register(signal.SIGUSR1, file=fd, all_threads=True)
-
-    def close(self) -> None:
-        """Take no more messages."""
-        self._socket.close()
+def start(command: list[str], environment: Mapping[str, str], commands: int, reports: int, errors: int) -> subprocess.Popen[bytes]:
+    """Start a program of Python, with descriptors for its standard input, output and errors. Raises OSError."""
+    return subprocess.Popen(
+        command,
+        env=environment,
+        stdin=commands,
+        stdout=reports,
+        stderr=errors,
+        start_new_session=True,  # Ctrl-C in the terminal reaches this process only
+    )
 
 
 def wait_for(process: subprocess.Popen[bytes]) -> None:
@@ -357,23 +279,9 @@ def seeing_only(device: str) -> tuple[str, dict[str, str]]:
     return device, {}
 
 
-# Sockets
-
-socket_pair = socket.socketpair
-
-
 def loopback() -> str:
     """Return the name of the network interface that no other computer reaches."""
     return "lo"
-
-
-def ready_sockets(wanted: Mapping[int, bool], timeout: float | None) -> list[int]:
-    """Return the descriptors of sockets that can be read from, or, where that is wanted, written to. Wait for one for `timeout`
-    seconds, None = without an end."""
-    poller = select.poll()
-    for fd, writes in wanted.items():
-        poller.register(fd, select.POLLIN | (select.POLLOUT if writes else 0))
-    return [fd for fd, _ in poller.poll(None if timeout is None else timeout * 1000)]
 
 
 # Between ranks

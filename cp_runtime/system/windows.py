@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import ctypes
-import faulthandler
-import json
 import mmap
 import msvcrt
 import os
-import queue
 import secrets
-import select
-import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +18,7 @@ from contextlib import contextmanager
 from ctypes import wintypes
 from functools import cache
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 HAS_DEVICE_BACKENDS = False
 BROKEN_GLOO = ((2, 8), (2, 9), (2, 10))  # "unsupported gloo device": https://github.com/pytorch/pytorch/issues/150381
@@ -213,112 +206,16 @@ def _handle_of(process: Any) -> int:
     return int(process._handle)
 
 
-class Messages:
-    """A message is a line of JSON on the program's standard input; handles are duplicated into its process."""
-
-    def __init__(self, first: Mapping[str, Any]) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._first = first
-        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-
-    def start(self, command: list[str], environment: Mapping[str, str], output: int) -> subprocess.Popen[bytes]:
-        python, *arguments = command
-        base = sys._base_executable  # type: ignore[attr-defined]
-        if base != python:  # that of a venv starts another process, as `multiprocessing` knows
-            environment = {**environment, "__PYVENV_LAUNCHER__": python}
-        process = subprocess.Popen(
-            [base, *arguments, "-"], env=environment, stdin=subprocess.PIPE, stdout=output, stderr=output, creationflags=_CREATE
-        )  # fmt: skip
-        self._process = process
-        threading.Thread(target=self._write, args=(process.stdin,), name="context-parallel-messages", daemon=True).start()
-        _add_to_job(_job(), _handle_of(process))  # if this process ends before, the program finds its input at its end
-        self.send(self._first)
-        return process
-
-    def send(
-        self, message: Mapping[str, Any], files: Mapping[str, int] = NONE, sockets: Mapping[str, socket.socket] = NONE
-    ) -> None:
-        if self._process is None:
-            return
-        with contextlib.suppress(OSError):  # it has ended
-            handles = {name: self._given(fd) for name, fd in files.items()}
-            shares = {name: base64.b64encode(each.share(self._process.pid)).decode() for name, each in sockets.items()}
-            self._lines.put(json.dumps({**message, "handles": handles, "sockets": shares}).encode() + b"\n")
-
-    def request_stacks(self, pid: int) -> None:
-        self._lines.put(b"\n")
-
-    def close(self) -> None:
-        self._lines.put(b"")
-
-    def _given(self, fd: int) -> int:
-        """Return a handle of the program's process for an open file."""
-        theirs = _HANDLE()
-        _duplicate(_THIS_PROCESS, msvcrt.get_osfhandle(fd), _handle_of(self._process), ctypes.byref(theirs), 0, False, _SAME_ACCESS)
-        return theirs.value or 0
-
-    def _write(self, pipe: IO[bytes]) -> None:
-        """Write messages in a thread of its own: a pipe takes 4 KB, and a program that hangs reads none."""
-        with contextlib.suppress(OSError), pipe:
-            while line := self._lines.get():
-                pipe.write(line)
-                pipe.flush()
-
-
-class Receiver:
-    """A thread reads standard input: an empty line asks for stacks. There are no signals, so it needs the GIL for that; where
-    something holds that for `_SILENT` seconds, `faulthandler` writes them without."""
-
-    def __init__(self, argument: str) -> None:
-        self._stacks, self._watches = 2, False
-        self._input = os.dup(0)  # programs that this one starts must not read from it
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(nothing, 0)
-        os.close(nothing)
-        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="messages", daemon=True).start()
-
-    def receive(self) -> dict[str, Any]:
-        line = self._lines.get()
-        if not line:
-            exit_now(0)
-        message: dict[str, Any] = json.loads(line)
-        for name, handle in message.pop("handles").items():
-            message[name] = msvcrt.open_osfhandle(handle, os.O_RDWR | os.O_BINARY)
-        for name, shared in message.pop("sockets").items():
-            message[name] = socket.fromshare(base64.b64decode(shared)).detach()
-        return message
-
-    def write_stacks_into(self, fd: int) -> None:
-        self._stacks, self._watches = fd, fd != 2  # imports may hold the GIL for long
-
-    def close(self) -> None:
-        """Take only requests for stacks from now on."""
-
-    def _run(self) -> None:
-        import _winapi
-
-        source, unread, armed = msvcrt.get_osfhandle(self._input), b"", 0.0
-        while True:
-            with contextlib.suppress(OSError):
-                while not _winapi.PeekNamedPipe(source, 0)[0]:
-                    if self._watches and time.monotonic() - armed > _SILENT / 2:
-                        faulthandler.dump_traceback_later(_SILENT + 1.0, file=self._stacks)
-                        armed = time.monotonic()
-                    time.sleep(_BEAT)
-            try:
-                data = os.read(self._input, 1 << 16)
-            except OSError:
-                data = b""
-            *lines, unread = (unread + data).split(b"\n")
-            for line in lines:
-                if line:
-                    self._lines.put(line)
-                else:
-                    faulthandler.dump_traceback(file=self._stacks, all_threads=True)
-            if not data:
-                self._lines.put(b"")
-                return
+def start(command: list[str], environment: Mapping[str, str], commands: int, reports: int, errors: int) -> subprocess.Popen[bytes]:
+    python, *arguments = command
+    base = sys._base_executable  # type: ignore[attr-defined]
+    if base != python:  # that of a venv starts another process, as `multiprocessing` knows
+        environment = {**environment, "__PYVENV_LAUNCHER__": python}
+    process = subprocess.Popen(
+        [base, *arguments], env=environment, stdin=commands, stdout=reports, stderr=errors, creationflags=_CREATE
+    )  # fmt: skip
+    _add_to_job(_job(), _handle_of(process))  # if this process ends before, the program finds its input at its end
+    return process
 
 
 def wait_for(process: subprocess.Popen[bytes]) -> None:
@@ -442,32 +339,11 @@ def seeing_only(device: str) -> tuple[str, dict[str, str]]:
     return "cuda:0", {"CUDA_VISIBLE_DEVICES": named.split(",")[int(number)].strip() if named else number}
 
 
-# Sockets
-
-
 def loopback() -> str:
     import psutil
 
     found = (name for name, each in psutil.net_if_addrs().items() if any(one.address == "127.0.0.1" for one in each))
     return str(next(found, "Loopback Pseudo-Interface 1"))
-
-
-def socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Python connects the two over the loopback interface. Raises OSError: a stranger was faster."""
-    one, other = socket.socketpair()
-    if one.getsockname() != other.getpeername() or other.getsockname() != one.getpeername():
-        one.close()
-        other.close()
-        raise ConnectionAbortedError("a socket was connected by another process")
-    return one, other
-
-
-def ready_sockets(wanted: Mapping[int, bool], timeout: float | None) -> list[int]:
-    if not wanted:
-        time.sleep(timeout or 0.0)
-        return []
-    read, written, _ = select.select(list(wanted), [fd for fd, writes in wanted.items() if writes], [], timeout)
-    return [fd for fd in wanted if fd in read or fd in written]
 
 
 # Between ranks

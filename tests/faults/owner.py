@@ -243,6 +243,13 @@ class Commands:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard if nbytes is None else nbytes, hard))
         return {}
 
+    def limit_files(self, more):
+        """How many descriptors this process may have, besides those that it has. None: as many as allowed."""
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        limit = hard if more is None else len(os.listdir("/proc/self/fd")) - 1 + more
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        return {}
+
     def environment(self):
         return {"environment": dict(os.environ)}
 

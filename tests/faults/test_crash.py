@@ -116,7 +116,7 @@ def echo_while_rank_0_dies(value):
     """The error, or None where the result was there first and is right."""
     with small_pool() as pool:
         assert torch.equal(echo(pool, value), value)
-        begun = pool.inherited.response.view(value.nbytes)[:1]  # the first byte of the result
+        begun = pool.shared.response.view(value.nbytes)[:1]  # the first byte of the result
         before, over = int(begun), threading.Event()
         watch = Stopwatch("7 rank 0 dies while it hands over 80 MB")
 

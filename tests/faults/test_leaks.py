@@ -151,12 +151,12 @@ def test_nothing_is_left_where_everything_was_killed(temp):
 # --- 22 ---------------------------------------------------------------------------------------------------------------
 
 
-def assert_no_room(call):
+def assert_no_room(call, of="shared memory"):
     """`call` fails with an error of this package that says what is lacking."""
     with pytest.raises(OwnerError) as caught:
         call()
     assert "ContextParallelError" in caught.value.kinds
-    assert "shared memory" in caught.value.message
+    assert of in caught.value.message
 
 
 def test_no_room_for_a_message(temp):
@@ -192,10 +192,10 @@ def test_no_room_to_start(temp):
         owner.ask("start", pool="a")
         owner.ask("close", pool="a")
         before = settled(owner, None, 0.5)
-        owner.ask("limit", nbytes=0)
-        for _ in range(3):
-            assert_no_room(lambda: owner.ask("start", pool="a"))
-        owner.ask("limit", nbytes=None)
+        for more in (2, 5, 8):  # descriptors: for a log, the pipes of a rank, those of the next
+            owner.ask("limit_files", more=more)
+            assert_no_room(lambda: owner.ask("start", pool="a"), "ulimit -n")
+        owner.ask("limit_files", more=None)
         assert settled(owner, before) == before
         owner.ask("start", pool="a")
         assert owner.ask("echo", pool="a")["same"]

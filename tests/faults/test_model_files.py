@@ -22,7 +22,7 @@ from cp_runtime.controller.placement import Choice, Demand, Shortages
 from cp_runtime.controller.workers import Workers
 from cp_runtime.engine.weights.blocks import Sizes
 from cp_runtime.errors import MirrorError, RankError
-from cp_runtime.pool.channel import SharedBlock
+from cp_runtime.pool.blocks import SharedBlock
 from cp_runtime.pool.config import WorkerSite
 from cp_runtime.pool.messages import Load, Loaded
 from cp_runtime.pool.protocol import TensorPacker, flatten

@@ -218,17 +218,17 @@ def test_started_from_a_thread_that_ends(temp):
         assert all(alive(psutil.Process(pid)) for pid in started["pids"])
 
 
-def sockets(pid):
-    """The sockets that a process holds."""
-    return {name for fd in Path(f"/proc/{pid}/fd").iterdir() if (name := os.readlink(fd)).startswith("socket:")}
+def pipes(pid):
+    """The pipes that a process holds."""
+    return {name for fd in Path(f"/proc/{pid}/fd").iterdir() if (name := os.readlink(fd)).startswith("pipe:")}
 
 
-def test_a_forked_child_holds_the_sockets_open(temp):
-    """Another pack's child inherits the owner's ends of the ranks' sockets: the ranks see no end of file at its death."""
+def test_a_forked_child_holds_the_pipes_open(temp):
+    """Another pack's child inherits the owner's ends of the ranks' pipes: the ranks see no end of file at its death."""
     with Owner(temp) as owner:
         owner.ask("start", pool="a")
         child = owner.ask("fork")["pid"]
-        assert len(sockets(owner.pid) & sockets(child)) >= 2
+        assert len(pipes(owner.pid) & pipes(child)) >= 6
         assert owner.ask("echo", pool="a")["same"]
         watch = Stopwatch("19 SIGKILL of the UI process, a forked child lives on")
         os.kill(owner.pid, signal.SIGKILL)

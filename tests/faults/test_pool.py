@@ -10,11 +10,12 @@ import time
 import psutil
 import pytest
 import torch
-from support.faults import Stopwatch
+from support.faults import Stopwatch, wait_for
 from support.pools import echo, make_pool, request_echo, small_pool
 
 from cp_runtime.errors import ContextParallelError, PoolError, ProtocolError, RankError
-from cp_runtime.pool.messages import MAX_HEADER, Echo, Value
+from cp_runtime.pool.frames import MAX_HEADER, Frame
+from cp_runtime.pool.messages import Echo, Value
 from cp_runtime.pool.worker_pool import KEEP_BYTES
 
 USUAL_LIMIT = 1024  # of open files
@@ -56,12 +57,8 @@ def test_a_rank_dies_right_after_its_hello():
     pool, killed = make_pool(), []
 
     def kill_rank_0_after_all_hellos() -> bool:
-        for rank in () if killed else pool.waiting_for:  # what others sent was taken
-            channel = pool.channels[rank]
-            channel.sock.setblocking(True)
-            channel.sock.recv(1, socket.MSG_PEEK)
-            channel.sock.setblocking(False)
         if not killed:
+            wait_for(lambda: pool._heard.qsize() >= len(pool.waiting_for))  # what others sent was taken
             killed.append(pool.processes[0])
             pool.processes[0].kill()
             pool.processes[0].wait()
@@ -101,7 +98,7 @@ def test_what_fails_before_anything_is_sent_is_an_error_of_this_package_and_ends
 def test_shared_memory_of_large_messages_and_results_is_given_back():
     large, small = torch.arange(2 * KEEP_BYTES // 8), torch.ones(3)
     with small_pool() as pool:
-        blocks = pool.inherited.request, pool.inherited.response
+        blocks = pool.shared.request, pool.shared.response
         for sent in (large, small, large, large, small):
             assert torch.equal(echo(pool, sent), sent)
             asked, given = (block.size for block in blocks)
@@ -151,11 +148,11 @@ def test_time_in_which_ranks_are_not_told_yet_is_none_of_theirs(monkeypatch):
     """This process may be stopped after it has told the first rank of a command and before it tells the last one."""
     with small_pool() as pool:
         echo(pool, torch.ones(1))
-        send = pool.channels[1].send
+        send = pool.processes[1].send
 
-        def late(frame: bytes) -> None:
+        def late(frame: Frame) -> None:
             time.sleep(1.5)
             send(frame)
 
-        monkeypatch.setattr(pool.channels[1], "send", late)
+        monkeypatch.setattr(pool.processes[1], "send", late)
         assert echo(pool, torch.ones(1), timeout=1.0) == 1

@@ -267,10 +267,11 @@ def test_restart_while_idle(pool_server, expected):
 
 
 @pytest.mark.parametrize("stopped", [False, True], ids=["computing", "hanging"])
-def test_restart_in_the_middle_of_a_step(pool_server, expected, stopped):
+def test_restart_in_the_middle_of_a_step(pool_server, expected, faults, stopped):
     """Between two steps the prompt would simply go on with the new workers."""
     pids = assert_right(pool_server, expected)
-    prompt_id = pool_server.queue(flux_prompt(cp=CP, width=1024, height=1024, steps=20))  # seconds per step
+    faults.arm(0, "slow", module=2, seconds=1.0)  # and all later ones
+    prompt_id = pool_server.queue(flux_prompt(cp=CP))
     pool_server.wait_status(lambda status: status["ranks"][0]["modules"] > 0)
     if stopped:
         os.kill(pids[1], signal.SIGSTOP)
@@ -304,7 +305,7 @@ def test_a_repetition_on_one_device_ends_like_any_call(pool_server, expected, fa
         assert pool_server.status()["speed"]["words"].endswith("not compared with one process: cancelled")
     else:
         pool_server.wait_status(
-            lambda now: now["last_call"] not in (None, before) and 0 < now["ranks"][0]["modules"] < 3
+            lambda now: now["last_call"] not in (None, before) and now["ranks"][0]["modules"] > 0
         )  # the second call
         faults.arm(0, "oom", module=4)
         pool_server.wait(prompt_id).check()

@@ -21,7 +21,6 @@ import runpy
 import select
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -341,10 +340,20 @@ class _Template:
             "env": dict(os.fsdecode(item).split("=", 1) for item in env),
             "cwd": os.getcwd(),
             "fds": [0, 1, 2, *inherited],
+            "site": self._site(),
         }
-        with self._asking:
-            socket.send_fds(self._connection, [json.dumps(request).encode()], [*standard, *inherited])
+        with self._asking, open(os.memfd_create("request"), "w+b") as file:  # import paths may be longer than a message
+            file.write(json.dumps(request).encode())
+            file.seek(0)
+            socket.send_fds(self._connection, [b"start"], [file.fileno(), *standard, *inherited])
             return int(self._connection.recv(_MESSAGE))
+
+    @staticmethod
+    def _site() -> dict[str, Any]:
+        """What the ranks that are being started will be told to import: see `processes.Waiting`."""
+        (module,) = (found for name, found in list(sys.modules.items()) if name.endswith("cp_runtime.pool.processes"))
+        path, argv, preload, _ = module.WAITING._key
+        return {"path": list(path), "argv": argv, "preload": preload}
 
     def _serve(self, connection: socket.socket) -> NoReturn:
         """In the copy: fork ranks as long as the process is there."""
@@ -357,9 +366,10 @@ class _Template:
             data, fds, _, _ = socket.recv_fds(connection, _MESSAGE, 32, socket.MSG_CMSG_CLOEXEC)
             if not data:
                 os._exit(0)
-            request = json.loads(data)
+            with open(fds.pop(0), "rb") as file:
+                request = json.load(file)
             if _CARDS not in request["env"] and not imported:
-                self._import(fds[3])
+                self._import(request["site"])
                 imported = True
             middle = os.fork()
             if middle == 0:
@@ -371,15 +381,10 @@ class _Template:
                 os.close(fd)
 
     @staticmethod
-    def _import(fd: int) -> None:
-        """Import, for the first rank, what it and all others run. `fd`: of its socket, where the message to it waits."""
+    def _import(site: dict[str, Any]) -> None:
+        """Import, for the first rank, what it and all others run."""
         program = runpy.run_path(str(_RUNTIME / "pool" / RANK_PROGRAM))
-        with socket.socket(fileno=os.dup(fd)) as connection:
-            (message,) = struct.unpack("i", connection.recvmsg(1, socket.CMSG_LEN(4), socket.MSG_PEEK)[1][0][2])
-        with open(message, "rb") as file:
-            file.seek(0)
-            site = json.load(file)
-        before, sys.argv = list(sys.path), site["argv"]
+        before, sys.argv = list(sys.path), list(site["argv"])
         program["set_search_path"](site["path"])
         program["preload"]([_COMFYUI] if _COMFYUI in site["preload"] else [])
         sys.path[:] = before

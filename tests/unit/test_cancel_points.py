@@ -1,84 +1,109 @@
-"""How often ranks look for Cancel. Here threads, they leave a call at the same place whatever their speed, and never wait for one
-that has left."""
+"""How often ranks look for Cancel, and where they leave a call. Here threads, they leave at the same place whatever their speed,
+and wait for nothing but the answer that needs none of them to go on."""
 
 import random
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
 
 from cp_runtime.controller.calls import KINDS, Pace
-from cp_runtime.pool.board import CancelPoints
+from cp_runtime.pool.cancel import CancelPoints
 
 RANKS, PLACES = 3, 12
 
 
-def walk(points, *, asked_at, stops_at=None, pause=lambda: None, lead=1):
-    """Pass all places as a rank does; rank 0 hears of Cancel at place `asked_at`. Returns the place left at, or None."""
+def walk(points, *, pause=lambda: None, pledges=False, stops_at=None, passed=lambda place: None):
+    """Pass all places as a rank does. Returns the place left at, or None."""
     sure = False
-    try:
-        for place in range(1, PLACES + 1):
-            pause()
-            if place == stops_at:
-                return None
-            if points.leave(lambda place=place: place == asked_at, lead):
-                assert not sure
-                return place
-            sure = points.pass_next(lead)
-            assert sure or points._rank or asked_at == place - lead + 1  # rank 0, which decides, is never unsure
-    finally:
-        points.end()
+    for place in range(1, PLACES + 1):
+        pause()
+        if place == stops_at:
+            return None
+        if points.leave():
+            assert not sure
+            return place
+        passed(place)
+        sure = pledges and points.pledge()
     return None
 
 
-def together(word, **by_rank):
-    ranks = [CancelPoints(word, rank) for rank in range(RANKS)]
-    word.zero_()
+def cancel(ranks, seconds):
+    """Ask all, some time later, and tell all, as a pool does."""
+    time.sleep(seconds)
+    place = max(points.ask() for points in ranks) + 1
+    time.sleep(seconds)
+    for points in ranks:
+        points.decide(place)
+    return place
+
+
+def together(ranks, seconds=None, **how):
     for points in ranks:
         points.restart()
-    with ThreadPoolExecutor(RANKS) as pool:
-        futures = [pool.submit(walk, points, **by_rank.get(f"rank{r}", by_rank["all"])) for r, points in enumerate(ranks)]
-        return [future.result(timeout=10) for future in futures]
+    with ThreadPoolExecutor(RANKS + 1) as pool:
+        futures = [pool.submit(walk, points, **how) for points in ranks]
+        place = None if seconds is None else pool.submit(cancel, ranks, seconds).result(timeout=10)
+        return [future.result(timeout=10) for future in futures], place
 
 
 @pytest.fixture
-def word():
-    return torch.zeros((), dtype=torch.int64)
+def ranks():
+    return [CancelPoints() for _ in range(RANKS)]
 
 
-@pytest.mark.parametrize("asked_at", [None, 1, 5, PLACES - 1, PLACES])
-@pytest.mark.parametrize(("seed", "lead"), [(0, 1), (1, 1), (2, 1), (3, 1), (4, 3)])
-def test_all_leave_at_the_place_after_the_one_where_cancel_was_seen(word, asked_at, seed, lead):
-    """Or three places after it, where ranks may be so far ahead."""
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("pledges", [False, True])
+def test_all_leave_at_the_place_after_the_farthest(ranks, seed, pledges):
     rng = random.Random(seed)
-    left = together(word, all={"asked_at": asked_at, "pause": lambda: time.sleep(rng.random() * 0.004), "lead": lead})
-    assert left == [asked_at + lead if asked_at and asked_at + lead <= PLACES else None] * RANKS
+    left, place = together(ranks, rng.random() * 0.02, pause=lambda: time.sleep(rng.random() * 0.004), pledges=pledges)
+    assert left == [place if place <= PLACES else None] * RANKS
 
 
-def test_the_next_call_begins_anew(word):
-    assert together(word, all={"asked_at": 3}) == [4] * RANKS
-    assert together(word, all={"asked_at": None}) == [None] * RANKS
-    assert together(word, all={"asked_at": 1}) == [2] * RANKS
+def test_the_next_call_begins_anew(ranks):
+    assert together(ranks, 0.0, pause=lambda: time.sleep(0.005))[0] != [None] * RANKS
+    assert together(ranks) == ([None] * RANKS, None)
+    assert together(ranks, 0.0, pause=lambda: time.sleep(0.005))[0] != [None] * RANKS
 
 
-@pytest.mark.parametrize("stops_at", [1, 4])
-def test_nobody_waits_for_rank_0_when_it_failed(word, stops_at):
-    assert together(word, all={"asked_at": None}, rank0={"asked_at": None, "stops_at": stops_at}) == [None] * RANKS
+def test_a_call_that_is_over_is_over(ranks):
+    assert together(ranks)[0] == [None] * RANKS
+    assert cancel(ranks, 0.0) == PLACES + 1
 
 
-def test_a_decision_that_rank_0_took_before_it_failed_holds(word):
-    assert together(word, all={"asked_at": None}, rank0={"asked_at": 3, "stops_at": 4}) == [None, 4, 4]
+def test_ranks_that_wait_for_each_other_inside_of_a_module_all_leave(ranks):
+    """One has passed a place that another has not: the other one is asked to stop there, and passes it all the same."""
+    barrier, slow = threading.Barrier(RANKS), threading.Event()
+
+    def module(place):
+        if place == 3 and threading.current_thread().name.endswith("_0"):
+            slow.wait(10)
+        barrier.wait(10)
+
+    with ThreadPoolExecutor(RANKS, "rank") as pool:
+        futures = [pool.submit(walk, points, passed=module) for points in ranks]
+        time.sleep(0.2)  # all are in module 3, or at its place
+        asked = [points.ask() for points in ranks]
+        slow.set()
+        time.sleep(0.2)
+        for points in ranks:
+            points.decide(max(asked) + 1)
+        assert [future.result(timeout=10) for future in futures] == [max(asked) + 1] * RANKS
 
 
-def test_a_rank_may_be_one_interval_ahead_of_rank_0(word):
-    first, second = (CancelPoints(word, rank) for rank in range(2))
-    first.restart()
-    second.restart()
-    assert not second.leave(bool)  # rank 0 has passed nothing yet
-    assert not first.leave(lambda: True)
-    assert second.leave(bool)
-    assert first.leave(bool)
+def test_what_is_pledged_is_passed(ranks):
+    first, other, _ = ranks
+    assert not first.leave()
+    assert first.pledge()
+    assert [first.ask(), other.ask()] == [2, 0]
+    assert not first.leave()  # the place that it has pledged, before anything is decided
+    assert not first.pledge()  # another one may have to leave at the next
+    for points in ranks:
+        points.decide(4)
+    assert first.pledge()  # now that is known
+    assert [first.leave(), first.pledge(), first.leave()] == [False, False, True]
+    assert [other.leave() for _ in range(4)] == [False, False, False, True]
 
 
 def test_kinds_of_calls_that_alternate_keep_their_pace():

@@ -2,6 +2,7 @@
 
 import re
 import signal
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -9,12 +10,12 @@ import torch
 from support.reports import failure
 
 from cp_runtime.errors import PoolError, PoolTimeout, RankError, RankOutOfMemory
-from cp_runtime.pool.board import Progress
 from cp_runtime.pool.collection import Outcome
 from cp_runtime.pool.config import DeviceInventory, RuntimeConfig, WorkerSite
-from cp_runtime.pool.failures import connect_advice, connect_failure, death, missed_deadline, reported_failure
-from cp_runtime.pool.messages import Memory
+from cp_runtime.pool.failures import FRAMES, PATIENCE, connect_advice, connect_failure, death, missed_deadline, reported_failure
+from cp_runtime.pool.messages import Beat, Memory
 from cp_runtime.pool.processes import RankProcess
+from cp_runtime.pool.progress import Progress
 from cp_runtime.pool.worker_pool import WorkerPool
 
 KILLED, LOST_ITS_PEER = -signal.SIGKILL, 1
@@ -22,7 +23,7 @@ KILLED, LOST_ITS_PEER = -signal.SIGKILL, 1
 
 def ended(*codes):
     """Ranks that ended so."""
-    processes = [RankProcess(SimpleNamespace(finish=list)) for _ in codes]
+    processes = [RankProcess(SimpleNamespace(finish=list, stacks=[])) for _ in codes]
     for number, (process, code) in enumerate(zip(processes, codes, strict=True)):
         process.pid = 100 + number
         process.ended(code)
@@ -111,16 +112,32 @@ def test_what_is_said_to_users_needs_no_traceback(kind, traced):
     assert ("lines of code" in text) == traced
 
 
-def test_a_start_that_hangs_names_the_remedies(monkeypatch):
-    monkeypatch.setattr("cp_runtime.pool.failures.collect_stacks", lambda *_: "stacks.txt")
-    error = missed_deadline("connecting", 20, {0: Progress()}, ended(0), [], advice())
+def test_a_start_that_hangs_names_the_remedies():
+    error = missed_deadline("connecting", 20, {0: Progress()}, ended(0), advice())
     for words in ("connecting timed out after 20 s", "CP_CONNECT_TIMEOUT", "NCCL_P2P_DISABLE=1", "to auto"):
         assert words in str(error)
 
 
+HEAD = "Thread 0x1 (most recent call first):"
+STACKS = [HEAD, "  in a thread", HEAD, *map("  {}".format, range(40))]
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_an_error_shows_where_the_main_thread_of_the_last_rank_is(writes):
+    """The first lines: what it calls, and not what has called that. A process that is stopped writes none."""
+    processes = ended(0, 0)
+    processes[1].log.stacks = STACKS if writes else []
+    at = {0: Progress(Beat(modules=5), time.monotonic()), 1: Progress(Beat(modules=3), time.monotonic())}
+    began = time.monotonic()
+    text = str(missed_deadline("call", 20, at, processes, ""))
+    assert time.monotonic() - began < 2 * PATIENCE
+    shown = "\n".join(map("  {}".format, range(FRAMES)))
+    assert ((shown in text), f"  {FRAMES}\n" in text, "in a thread" in text) == (writes, False, False)
+    assert ("wrote no stack" in text) != writes
+
+
 @pytest.mark.parametrize(("command", "named"), [("connecting", True), ("start", False), ("call", False)])
-def test_a_pool_names_the_remedies_for_what_they_are_good_for_only(monkeypatch, command, named):
-    monkeypatch.setattr("cp_runtime.pool.failures.collect_stacks", lambda *_: "stacks.txt")
+def test_a_pool_names_the_remedies_for_what_they_are_good_for_only(command, named):
     pool = WorkerPool(RuntimeConfig.resolve(inventory=CUDA, backend="nccl"), WorkerSite())
     pool.processes = ended(0, 0)
     with pytest.raises(PoolTimeout) as caught:

@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 import time
+from io import FileIO
 from types import SimpleNamespace
 from unittest.mock import ANY
 
@@ -25,11 +26,11 @@ from cp_runtime.machines.listener import Listener
 from cp_runtime.machines.meeting import meet
 from cp_runtime.machines.relay import Place, Relay
 from cp_runtime.machines.wire import Code, Wire, interface_of
-from cp_runtime.pool.board import Board, Progress
-from cp_runtime.pool.channel import Channel, SharedBlock, ready
+from cp_runtime.pool.blocks import Shared
 from cp_runtime.pool.config import DeviceInventory, RuntimeConfig, WorkerSite
-from cp_runtime.pool.launcher import memory_file
-from cp_runtime.pool.messages import Done, Load, pack, unpack
+from cp_runtime.pool.frames import Frame
+from cp_runtime.pool.messages import Load, pack, unpack
+from cp_runtime.system import system
 
 FACTS = {"pack": "1", "comfyui": "0.30", "torch": "2.11", "nccl": "2.28", "comfy-kitchen": "1", "kind": "cuda", "dtypes": "float32"}
 
@@ -106,21 +107,6 @@ def test_devices_of_all_machines(given, devices):
 def test_devices_that_are_not_there(devices, message):
     with pytest.raises(ConfigError, match=message):
         RuntimeConfig.resolve(inventory=OTHERS, devices=devices)
-
-
-def test_what_a_rank_notes_crosses_clocks():
-    there, here = (Board(SharedBlock(), 2) for _ in range(2))
-    there.beat(1, 7)
-    there.enter_module(1)
-    there.load(1, 0)
-    here.write(1, there.words(1, there.read(1).beat + 2))
-    found = here.read(1)
-    assert (found.modules, found.collectives, found.loaded) == (1, 7, 0)
-    assert 1.5 < there.read(1).beat - found.beat < 2.1
-    here.write(0, there.words(0, 5.0))
-    assert here.read(0) == Progress()
-    here.decide(-3)
-    assert here.decided == -3
 
 
 @pytest.fixture
@@ -344,18 +330,18 @@ def test_a_load_reaches_ranks_by_a_file_that_is_here_only(changes, folders):
     here, there, recipe = folders
     host, other = pair("token", "token")
     relay = Relay(other, Place("pc2", "cpu", ["cpu"], there, WorkerSite()), "token")
-    ours, theirs = socket.socketpair()
-    relay._ranks.channels[0], rank = Channel(ours), Channel(theirs)
+    given: list[Frame] = []
+    relay._ranks.processes[0] = SimpleNamespace(send=given.append)
     load = pack(Load(key="k", recipe={**recipe, **changes}, patches=[], patches_uuid="u"))
     relay._take({"pool": "", "frame": len(load), "files": describe(recipe, here)}, bytearray(load))
     if changes:
         _, data = host.receive()
         assert "by a node of another pack" in unpack(bytes(data)).message.message
-        assert not ready({0: rank}, 0.1)
+        assert not given
     else:
-        wait_for(lambda: ready({0: rank}, 0.1), 5)
-        assert rank.receive().message.recipe["path"] == f"{there['diffusion_models'][0]}/flux/the model.sft"
-    for end in (rank, ours, host, other):
+        wait_for(lambda: given, 5)
+        assert unpack(given[0].header).message.recipe["path"] == f"{there['diffusion_models'][0]}/flux/the model.sft"
+    for end in (host, other):
         end.close()
 
 
@@ -367,32 +353,15 @@ def test_patches_of_more_than_two_gigabytes_are_sent_whole():
         sent.extend(len(part) for part in parts)
 
     machine = SimpleNamespace(wire=SimpleNamespace(send=send), owner=SimpleNamespace(describe=lambda recipe: {}))
-    blocks = {name: SharedBlock() for name in ("request_fd", "board_fd", "store_fd")}
-    Board(blocks["board_fd"], 2)
-    bridge = Bridge(machine, "p", 2, {name: block.fd for name, block in blocks.items()})
-    with memory_file() as patches:
+    shared = Shared()
+    bridge = Bridge(machine, "p", shared)
+    with FileIO(system.memory_fd(), "r+") as patches:
         patches.truncate((1 << 31) + 1)
         load = pack(Load(key="k", recipe={}, patches=[], patches_uuid="u", memory=(os.getpid(), patches.fileno())))
-        bridge._send(unpack(load))
+        bridge._forward(Frame(load))
     assert sent == [len(load), (1 << 31) + 1]
     bridge._close()
-    for block in blocks.values():
-        block.close()
-
-
-def test_what_a_rank_noted_arrives_before_its_report():
-    """Its notes are cleared by then. If they came later, those of this command would give the next one the time of a load."""
-    host, other = pair("token", "token")
-    relay = Relay(other, Place("pc2", "cpu", ["cpu"], {}, WorkerSite()), "token")
-    ours, theirs = socket.socketpair()
-    relay._ranks.channels[0], rank = Channel(ours), Channel(theirs)
-    rank.send(pack(Done()))
-    relay._hear(0)
-    (first, _), (second, data) = host.receive(), host.receive()
-    assert ("board" in first, second["report"]) == (True, 0)
-    assert isinstance(unpack(bytes(data)).message, Done)
-    for end in (rank, ours, host, other):
-        end.close()
+    shared.close()
 
 
 def test_a_computer_without_room_for_a_process_says_so(monkeypatch):

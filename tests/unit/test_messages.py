@@ -13,7 +13,8 @@ from cp_runtime.engine.measuring import Measured
 from cp_runtime.engine.ranks.config import SequenceSettings
 from cp_runtime.errors import ProtocolError
 from cp_runtime.pool import messages
-from cp_runtime.pool.messages import MAX_HEADER, pack, unpack
+from cp_runtime.pool.frames import MAX_HEADER
+from cp_runtime.pool.messages import pack, unpack
 
 RATES = Rates(latency=1e-5, bandwidth=1e9, flops=1e12, memory=1e10, overlap=0.5, linear=1e12, launch=1e-6)
 SHAPE = AttentionShape(batch=1, queries=64, keys=80, heads=4, kv_heads=4, head_dim=16, itemsize=2)
@@ -26,6 +27,10 @@ MESSAGES = [
     messages.Compare(),
     messages.Measure(),
     messages.Cancel(),
+    messages.Arrived(place=3),
+    messages.Leave(place=4),
+    messages.Beat(),
+    messages.Beat(modules=1, collectives=2, loaded=3, has_loaded=True, compiling=4),
     messages.Available(),
     messages.Echo(value=TREE, drop=("c1",)),
     messages.Echo(value=None, drop=None),
@@ -60,9 +65,8 @@ MESSAGES = [
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_a_message_arrives_as_it_was_sent(message):
-    frame = unpack(pack(message, 7, 640))
-    assert (frame.seq, frame.nbytes, frame.message) == (7, 640, message)
-    assert pack(frame.message, 7, 640) == frame.data
+    header = unpack(pack(message, 7, 640, 2.5))
+    assert (header.seq, header.nbytes, header.seconds, header.message) == (7, 640, 2.5, message)
 
 
 def test_every_kind_is_tried():
@@ -72,19 +76,20 @@ def test_every_kind_is_tried():
 @pytest.mark.parametrize(
     ("header", "named"),
     [
-        (b"[1]", "kind, seq, nbytes and fields"),
-        (b"{}", "kind, seq, nbytes and fields"),
+        (b"[1]", "kind, seq, nbytes, seconds and fields"),
+        (b"{}", "kind, seq, nbytes, seconds and fields"),
         (b"{", "not JSON"),
         (b"\xff\xfe{", "not JSON"),
         (b"[" * 100_000, "not JSON"),
-        (b'{"kind":"Message","seq":1,"nbytes":0,"fields":{}}', "unknown message 'Message'"),
-        (b'{"kind":["Done"],"seq":1,"nbytes":0,"fields":{}}', "unknown message"),
-        (b'{"kind":"Done","seq":1,"nbytes":0,"fields":[]}', "unknown message"),
-        (b'{"kind":"Done","seq":true,"nbytes":0,"fields":{}}', "bytes"),
-        (b'{"kind":"Done","seq":1.5,"nbytes":0,"fields":{}}', "bytes"),
-        (b'{"kind":"Done","seq":NaN,"nbytes":0,"fields":{}}', "bytes"),
-        (b'{"kind":"Done","seq":1,"nbytes":-1,"fields":{}}', "a message of -1 bytes"),
-        (b'{"kind":"Done","seq":1,"nbytes":"all","fields":{}}', "a message of all bytes"),
+        (b'{"kind":"Message","seq":1,"nbytes":0,"seconds":0,"fields":{}}', "unknown message 'Message'"),
+        (b'{"kind":["Done"],"seq":1,"nbytes":0,"seconds":0,"fields":{}}', "unknown message"),
+        (b'{"kind":"Done","seq":1,"nbytes":0,"seconds":0,"fields":[]}', "unknown message"),
+        (b'{"kind":"Done","seq":true,"nbytes":0,"seconds":0,"fields":{}}', "bytes"),
+        (b'{"kind":"Done","seq":1.5,"nbytes":0,"seconds":0,"fields":{}}', "bytes"),
+        (b'{"kind":"Done","seq":NaN,"nbytes":0,"seconds":0,"fields":{}}', "bytes"),
+        (b'{"kind":"Done","seq":1,"nbytes":0,"seconds":-1,"fields":{}}', "a message with -1 seconds"),
+        (b'{"kind":"Done","seq":1,"nbytes":-1,"seconds":0,"fields":{}}', "a message of -1 bytes"),
+        (b'{"kind":"Done","seq":1,"nbytes":"all","seconds":0,"fields":{}}', "a message of all bytes"),
     ],
 )
 def test_what_is_no_message(header, named):

@@ -4,6 +4,7 @@ import multiprocessing
 import threading
 import time
 from datetime import timedelta
+from io import FileIO
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from cp_runtime.errors import ProtocolError
 from cp_runtime.machines.store import StoreFile
-from cp_runtime.pool.launcher import memory_file
+from cp_runtime.system import system
 
 PATIENCE = timedelta(seconds=30)
 
@@ -31,7 +32,7 @@ def copies():
     """Descriptors of the files on three computers, the first of which is ComfyUI's: it is connected to the two others.
 
     By processes, as there: a `FileStore` waits for the file's lock with the GIL."""
-    files = [memory_file() for _ in range(3)]
+    files = [FileIO(system.memory_fd(), "r+") for _ in range(3)]
     here, *others = (file.fileno() for file in files)
     running = [multiprocessing.get_context("fork").Process(target=carry, args=(here, there), daemon=True) for there in others]
     for process in running:

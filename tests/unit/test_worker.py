@@ -1,7 +1,7 @@
 """How a rank takes a message, whose tensors lie in memory that it shares with the controller, and what it reports of a call."""
 
 import os
-import socket
+import queue
 import threading
 import time
 from types import SimpleNamespace
@@ -13,9 +13,11 @@ from support.devices import SlowDevice
 from cp_runtime.controller.run_stats import time_by_rank
 from cp_runtime.engine.ranks.collectives import CommStats
 from cp_runtime.errors import ProtocolError
-from cp_runtime.pool.board import Board, CancelPoints
-from cp_runtime.pool.channel import Channel, SharedBlock
+from cp_runtime.pool.blocks import SharedBlock
+from cp_runtime.pool.cancel import CancelPoints
+from cp_runtime.pool.frames import Frame
 from cp_runtime.pool.messages import CallOutcome, Echo, Shutdown, Value, pack, unpack
+from cp_runtime.pool.progress import Watch
 from cp_runtime.pool.tensor_cache import CallEncoder, TensorCache, owned
 from cp_runtime.pool.worker import Worker, left_memory
 from cp_runtime.system import system
@@ -33,12 +35,12 @@ def block():
 def rank_with(block, *messages, nbytes=0):
     """A rank to which these messages come."""
     worker = Worker.__new__(Worker)
-    worker.rank, worker.cache, worker.request = 1, TensorCache(torch.device("cpu")), SharedBlock(block.fd)
-    worker.device, worker.stats, worker.board = torch.device("cpu"), CommStats(), Board(SharedBlock(), 2)
-    worker.cancel_points = CancelPoints(torch.zeros((), dtype=torch.int64), worker.rank)
-    frames = iter([unpack(pack(message, number, nbytes)) for number, message in enumerate([*messages, Shutdown()], 1)])
+    worker.rank, worker.cache, worker.request = 1, TensorCache(torch.device("cpu")), SharedBlock(os.dup(block.fd))
+    worker.device, worker.stats, worker.cancel_points = torch.device("cpu"), CommStats(), CancelPoints()
+    worker.notes, worker._watch = SimpleNamespace(begin=lambda *_: None), Watch()
+    frames = iter([Frame(pack(message, number, nbytes)) for number, message in enumerate([*messages, Shutdown()], 1)])
     sent = []
-    worker.channel = SimpleNamespace(receive=lambda deadline=None: next(frames), send=lambda frame: sent.append(unpack(frame)))
+    worker.inbox = SimpleNamespace(get=lambda timeout=None: next(frames), send=lambda frame: sent.append(unpack(frame.header)))
     return worker, sent
 
 
@@ -81,7 +83,7 @@ def test_a_call_takes_no_less_time_than_its_communication(monkeypatch):
     """Also where the device is still at work when the forward has returned, as on every rank that returns no result."""
     device, worker = SlowDevice(), Worker.__new__(Worker)
     monkeypatch.setattr(torch, "get_device_module", lambda _: device)
-    worker.rank, worker.device, worker.stats, worker.board = 0, torch.device("cuda"), CommStats(), Board(SharedBlock(), 1)
+    worker.rank, worker.device, worker.stats, worker.notes = 0, torch.device("cuda"), CommStats(), SimpleNamespace(modules=0)
     began = time.perf_counter()
     for _ in range(3):
         worker.stats.started("all_to_all", 8)
@@ -115,7 +117,7 @@ def test_events_of_a_call_serve_the_next_one(monkeypatch):
 def test_a_call_reports_its_own_peak_of_memory(monkeypatch):
     device, worker = SlowDevice(), Worker.__new__(Worker)
     monkeypatch.setattr(torch, "get_device_module", lambda _: device)
-    worker.rank, worker.device, worker.stats, worker.board = 0, torch.device("cuda"), CommStats(), Board(SharedBlock(), 1)
+    worker.rank, worker.device, worker.stats, worker.notes = 0, torch.device("cuda"), CommStats(), SimpleNamespace(modules=0)
     device.held, device.peak = 3 << 30, 20 << 30  # weights, and a large video before
     worker.stats.started("all_to_all", 8)
     worker.begin_figures()
@@ -160,12 +162,12 @@ def test_a_rank_that_is_idle_gives_free_memory_back(block, monkeypatch):
     """Also below a piece that is in use, where glibc keeps it."""
     monkeypatch.setattr("cp_runtime.pool.worker.IDLE", 0.05)
     worker, _ = rank_with(block)
-    ours, theirs = (Channel(sock) for sock in socket.socketpair())
-    worker.channel = theirs
+    frames: queue.SimpleQueue[Frame] = queue.SimpleQueue()
+    worker.inbox = SimpleNamespace(get=lambda timeout=None: frames.get(timeout=timeout))
     pieces = [torch.zeros(1000) for _ in range(20_000)]
     in_use, pieces = pieces[-1], None
     before = system.host_bytes(os.getpid())
-    timer = threading.Timer(0.3, ours.send, [pack(Shutdown())])
+    timer = threading.Timer(0.3, frames.put, [Frame(pack(Shutdown()))])
     timer.start()
     worker.serve()
     timer.join()

@@ -1,8 +1,5 @@
 """Ranks of Windows die, hang and are cancelled in the middle of a prompt; the next one runs."""
 
-import tempfile
-from pathlib import Path
-
 import pytest
 from support.graphs import flux_prompt
 from support.latents import assert_close
@@ -13,7 +10,6 @@ ENDS = {
     "segv": "the process ended with STATUS_ACCESS_VIOLATION",
     "error": "injected: error",
 }
-STACKS = "context-parallel-windows-*/prefix/drive_c/users/*/Temp/context-parallel-stacks-*.txt"
 
 
 @pytest.fixture(scope="module")
@@ -41,16 +37,11 @@ def test_a_rank_that_ends_is_named(server, faults, right, kind):
 @pytest.mark.parametrize("kind", ["sleep", "lock"])
 def test_a_rank_that_hangs_is_named_with_its_stack(server, faults, right, kind):
     pids = right()
-    before = {*Path(tempfile.gettempdir()).glob(STACKS)}  # of a run that was broken off
     faults.arm(1, kind, module=3)
     message = server.run(flux_prompt(cp=CP)).error.exception_message
     assert f"rank 1 (pid {pids[1]}) is furthest behind" in message
-    assert "Stacks of all ranks: " in message
-    (file,) = {*Path(tempfile.gettempdir()).glob(STACKS)} - before
-    first, second = file.read_text().partition("=== rank 1")[::2]
-    file.unlink()
-    assert "faulty_worker.py" in second
-    assert "faulty_worker.py" not in first
+    assert "Its main thread" in message
+    assert "faulty_worker.py" in message
     right()
 
 

@@ -186,7 +186,7 @@ def run_staged(
     leading: Collection[str],
     apart: bool,
     on_module: Callable[[], None] | None = None,
-    on_run: Callable[[int], bool] = lambda stages: True,
+    on_run: Callable[[], bool] = lambda: True,
 ) -> tuple[Any, CallState]:
     """Call `forward` with whole arguments by name, as `run_sharded` does, item by item of the batch if these are apart.
 
@@ -212,7 +212,7 @@ def run_staged(
             # Forwards may modify their arguments. Residuals are copied when they are read.
             fresh = {name: value if name in SHARED else map_tensors(value, Tensor.clone) for name, value in named.items()}
             nonlocal state, follows
-            follows = on_run(settings.stages) and several
+            follows = on_run() and several
             out, state = run_sharded(installed, forward, fresh, mesh, planner, on_module, kind=kind)
             return out
 

@@ -133,15 +133,15 @@ class Mirrors:
         mesh: BatchMesh,
         planner_for: Callable[[SequenceMesh, list[list[int]]], DegreePlanner],
         on_module: Callable[[], None],
-        on_run: Callable[[int], bool] = lambda stages: True,
+        on_run: Callable[[], bool] = lambda: True,
     ) -> tuple[Any, CallOutcome]:
         """Run the model's forward with `arguments` (by name) on as many ranks as the request says.
 
         Args:
             planner_for: mesh of the ranks that share a sequence, ranks of all groups -> planner of the call.
             on_module: called at every planned module.
-            on_run: called at every run of the forward, where several follow each other, with the number of stages; returns whether
-                the next one is sure to take place.
+            on_run: called at every run of the forward, where several follow each other; returns whether the next one will surely
+                take place.
 
         Returns:
             the output, and the outcome of the call. No output on an idle rank.
@@ -178,7 +178,7 @@ class Mirrors:
         part: CallPart,
         given: Given,
         new_planner: Callable[[], DegreePlanner],
-        notes: tuple[Callable[[], None], Callable[[int], bool]],
+        notes: tuple[Callable[[], None], Callable[[], bool]],
         prelude: float,
     ) -> tuple[Any, CallOutcome]:
         """Run the forward, in stages or not, or replay it; return as `call` does. `notes`: its `on_module` and `on_run`."""

@@ -9,7 +9,7 @@ from typing import Any
 from ...controller.journal import Failure, Journal
 from ...controller.run_stats import NOT_MEASURED, CallRecord, Node
 from ...controller.workers import Workers
-from ...pool.board import SILENT
+from ...pool.progress import SILENT
 from ...pool.worker_pool import WorkerPool
 from ...system import system
 from ...version import VERSION
@@ -134,7 +134,7 @@ def _per_call(words: Words, seconds: float) -> str:
 
 
 def _compiling(pool: WorkerPool) -> list[int]:
-    return [rank for rank in pool.waiting_for if pool.progress(rank).compiling]
+    return [rank for rank in pool.waiting_for if pool.progress(rank).at.compiling]
 
 
 def ending(server: Any, node: Node | None) -> str | None:
@@ -209,8 +209,8 @@ def _state(pool: WorkerPool, ranks: list[dict[str, Any]], work: str) -> str:
 
 def _rank(workers: Workers, record: CallRecord | None, rank: int, state: str) -> dict[str, Any]:
     pool, failure = workers.pool, workers.failure
-    at, pid = pool.progress(rank), pool.pids[rank]
-    since = time.monotonic() - at.beat if at.beat else None
+    progress, pid = pool.progress(rank), pool.pids[rank]
+    since = time.monotonic() - progress.beat if progress.beat else None
     kernel = pool.processes[rank].state if pid else "not started yet"
     culprit = failure is not None and failure.rank == rank
     if kernel in ("gone", "zombie", "dead"):
@@ -233,7 +233,7 @@ def _rank(workers: Workers, record: CallRecord | None, rank: int, state: str) ->
         "culprit": culprit,
         "idle": bool(last and same and last.reports[rank].outcome.idle),
         "process": kernel,
-        "modules": at.modules,
+        "modules": progress.at.modules,
         "seconds_since_heartbeat": since,
         "memory": {"host": host, "device": last.reports[rank].memory.device if last else 0},
         "tokens": record.reports[rank].outcome.tokens if record else {},

@@ -1,0 +1,86 @@
+"""Memory that ComfyUI's process and the ranks of one computer map: tensors of messages, and the file that ranks meet in."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+
+import torch
+from torch import Tensor
+
+from ..errors import PoolError
+from ..system import system
+from .launcher import starting
+
+
+class SharedBlock:
+    """Bytes that two processes map."""
+
+    def __init__(self, fd: int | None = None) -> None:
+        self.fd = system.memory_fd() if fd is None else fd
+        self._mapped: Tensor | None = None
+
+    def view(self, nbytes: int) -> Tensor:
+        """Return the first `nbytes` bytes as a uint8 tensor; grow the block where it is smaller. Raises PoolError: there is not
+        enough memory."""
+        wanted = max(nbytes, mmap.PAGESIZE)
+        if self.size < wanted:
+            try:
+                system.reserve(self.fd, wanted)
+            except OSError as error:
+                raise PoolError(
+                    f"no room for {wanted / 2**20:.1f} MB of shared memory between ComfyUI and the workers: {error.strerror}. "
+                    "Free memory, raise the limit of the container or session, or use fewer frames or a smaller picture."
+                ) from error
+        if self._mapped is None or self._mapped.numel() < nbytes:
+            self._mapped = torch.frombuffer(mmap.mmap(self.fd, self.size), dtype=torch.uint8)
+        return self._mapped[:nbytes]
+
+    @property
+    def address(self) -> tuple[int, int]:
+        """Where other processes of this user find it: a process id, and a number for `system.foreign_fd`."""
+        return os.getpid(), system.number_of(self.fd)
+
+    @property
+    def size(self) -> int:
+        """Current size in bytes. Raises PoolError when the block is closed."""
+        if self.fd < 0:
+            raise PoolError("the worker pool is closed, and its shared memory with it")
+        return os.fstat(self.fd).st_size
+
+    def trim(self, limit: int) -> None:
+        """Give memory above `limit` bytes back."""
+        if self.size > limit:
+            system.shrink(self.fd, limit)
+
+    def close(self) -> None:
+        """Release the descriptor. Views that are still alive keep their mapping."""
+        self._mapped = None
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class Shared:
+    """What a pool and its ranks share. Raises PoolError: the system has no descriptors or no memory for it.
+
+    Attributes:
+        request, response: tensors of messages to the ranks, and results of rank 0.
+        store: descriptor of the file that they meet in.
+    """
+
+    def __init__(self) -> None:
+        with contextlib.ExitStack() as opened, starting():
+            self.store = opened.enter_context(system.store_file())
+            self.request, self.response = (opened.enter_context(contextlib.closing(SharedBlock())) for _ in range(2))
+            self._cleanup = opened.pop_all()
+
+    @property
+    def addresses(self) -> dict[str, tuple[int, int]]:
+        """Where ranks find them, by their names in a rank's spec: see `SharedBlock.address`."""
+        store = os.getpid(), system.number_of(self.store)
+        return {"request": self.request.address, "response": self.response.address, "store": store}
+
+    def close(self) -> None:
+        self._cleanup.close()

@@ -1,0 +1,199 @@
+"""Frames over pipes, between ComfyUI's process and one rank: the rank reads them from its standard input, and writes to its output.
+
+A frame is a header, which is JSON, and bytes that belong to it. An urgent one is handled at once, whatever its receiver does. No
+library is needed here: a rank can be spoken to before it has imported any.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import struct
+import sys
+import threading
+from collections.abc import Callable
+from typing import NamedTuple
+
+MAX_HEADER = 64 << 20  # bytes
+_HEAD = struct.Struct("<QQ?")  # bytes of the header, bytes behind it, whether it is urgent
+_AT_ONCE, _USUAL = 1 << 20, 1 << 16  # bytes of a write or a read, at most and at least
+
+
+class Frame(NamedTuple):
+    header: bytes
+    body: bytes | bytearray | memoryview = b""
+    urgent: bool = False
+
+
+class Malformed(Exception):
+    """What came is no frame: nobody knows where the next one begins."""
+
+
+def write(fd: int, frame: Frame) -> None:
+    """Write a frame into a pipe. Raises OSError: nobody reads it any more."""
+    for part in _parts(frame):
+        _write(fd, part)
+
+
+def _parts(frame: Frame) -> tuple[memoryview, memoryview]:
+    head = _HEAD.pack(len(frame.header), len(frame.body), frame.urgent)
+    return memoryview(head + frame.header), memoryview(frame.body)
+
+
+def _write(fd: int, left: memoryview) -> None:
+    while left:
+        left = left[os.write(fd, left[:_AT_ONCE]) :]
+
+
+class Reader:
+    """Reads frames from a pipe."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd, self._left = fd, bytearray()
+
+    def read(self) -> Frame | None:
+        """Wait for a frame; None at the end. One that was cut off is never returned. Raises Malformed."""
+        head = self._take(_HEAD.size)
+        if head is None:
+            return None
+        length, nbytes, urgent = _HEAD.unpack(head)
+        if length > MAX_HEADER:
+            raise Malformed(f"a header of {length} bytes is above the limit of {MAX_HEADER}")
+        header = self._take(length)
+        body = None if header is None else self._take(nbytes)
+        return None if header is None or body is None else Frame(bytes(header), body, urgent)
+
+    def _take(self, count: int) -> bytearray | None:
+        while len(self._left) < count:
+            try:
+                piece = os.read(self._fd, max(_USUAL, min(count - len(self._left), _AT_ONCE)))
+            except OSError:  # Windows has this for the end
+                return None
+            if not piece:
+                return None
+            self._left += piece
+        taken = self._left[:count]
+        del self._left[:count]
+        return taken
+
+
+class Outbox:
+    """Writes frames into a pipe. `put` never waits, whatever the reader does: what the pipe does not take at once is written by a
+    thread. Where a system cannot say how much that is, all of it."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd, self._lock, self._behind = fd, threading.Lock(), 0  # pieces that the thread has to write
+        self._pieces: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
+        self._at_once = sys.platform != "win32"
+        if self._at_once:
+            os.set_blocking(fd, False)
+        threading.Thread(target=self._run, name="context-parallel-frames", daemon=True).start()
+
+    def put(self, frame: Frame) -> None:
+        """Write a frame. Nothing happens where its reader has ended, or after `close`."""
+        with self._lock:
+            for part in _parts(frame):
+                if not self._behind and self._at_once:
+                    part = self._try(part)
+                if part:
+                    self._behind += 1
+                    self._pieces.put(part)
+
+    def close(self) -> None:
+        """Close the pipe once all is written."""
+        with self._lock:
+            self._at_once = False
+            self._pieces.put(None)
+
+    def _try(self, left: memoryview) -> memoryview:
+        """Write what the pipe takes at once; return the rest."""
+        try:
+            while left:
+                left = left[os.write(self._fd, left[:_AT_ONCE]) :]
+        except BlockingIOError:
+            os.set_blocking(self._fd, True)  # for the thread
+            return left
+        except OSError:
+            return memoryview(b"")
+        return left
+
+    def _run(self) -> None:
+        try:
+            while (piece := self._pieces.get()) is not None:
+                _write(self._fd, piece)
+                with self._lock:
+                    self._behind -= 1
+                    if not self._behind and self._at_once:
+                        os.set_blocking(self._fd, False)
+        except OSError:  # its reader has ended
+            pass
+        finally:
+            with self._lock:
+                self._at_once, self._behind = False, 1
+                os.close(self._fd)
+
+
+class Inbox:
+    """A rank's own end. Its standard input is empty from now on, and its output goes where its errors go: libraries print.
+
+    Args:
+        ended: called at the end of the input: nobody needs this process any more.
+        urgent: called with every urgent frame, in the thread that reads; may be set anew.
+        arrived: with every other one there, before `get` returns it; may be set anew.
+    """
+
+    def __init__(self, ended: Callable[[], None], urgent: Callable[[Frame], None], arrived: Callable[[Frame], None]) -> None:
+        self._input, self._output = _taken(0), _taken(1)
+        if hasattr(os, "register_at_fork"):  # a child would keep the pipes open when this process has ended
+            os.register_at_fork(after_in_child=self._let_go)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
+        os.dup2(2, 1)
+        self.urgent, self.arrived = urgent, arrived
+        self._frames: queue.SimpleQueue[Frame | Malformed] = queue.SimpleQueue()
+        self._writing, self._ended = threading.Lock(), ended
+        threading.Thread(target=self._run, name="frames", daemon=True).start()
+
+    def get(self, timeout: float | None = None) -> Frame:
+        """Wait for a frame that is not urgent. Raises queue.Empty: there is none within the time in seconds; Malformed."""
+        frame = self._frames.get(timeout=timeout)
+        if isinstance(frame, Malformed):
+            raise frame
+        return frame
+
+    def send(self, frame: Frame) -> None:
+        """Send a frame. In any thread; in the end of the other side, this process ends."""
+        with self._writing:
+            try:
+                write(self._output, frame)
+            except OSError:
+                self._ended()
+
+    def _run(self) -> None:
+        reader = Reader(self._input)
+        try:
+            while (frame := reader.read()) is not None:
+                if frame.urgent:
+                    self.urgent(frame)
+                else:
+                    self.arrived(frame)
+                    self._frames.put(frame)
+        except Malformed as error:
+            self._frames.put(error)
+        else:
+            self._ended()
+
+    def _let_go(self) -> None:
+        os.close(self._input)
+        os.close(self._output)
+
+
+def _taken(fd: int) -> int:
+    """Return a descriptor of this process alone in place of a standard one."""
+    own = os.dup(fd)
+    if sys.platform == "win32":
+        import msvcrt
+
+        msvcrt.setmode(own, os.O_BINARY)
+    return own

@@ -1,0 +1,121 @@
+"""What a rank tells of itself while it works, four times a second and whenever something begins that may take long."""
+
+from __future__ import annotations
+
+import faulthandler
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .messages import Beat
+
+BEAT = 0.25  # seconds between two heartbeats
+SILENT = 2.0  # seconds without a heartbeat after which a process must be stopped, or something in it holds the GIL
+STDERR = 2
+_NONE = Beat()
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a rank is, in the command that it works on, as of its last heartbeat. `beat`: when that came, on the clock of
+    `time.monotonic`; 0 = none yet."""
+
+    at: Beat = _NONE
+    beat: float = 0.0
+
+
+class Watch:
+    """Has the stacks of all threads written to standard error when the time of a command is up. That needs neither the GIL nor
+    anything that this process could still do."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._until = self._armed = 0.0  # on the clock of `time.monotonic`; 0 = never
+
+    def until(self, deadline: float) -> None:
+        """Have it happen then; 0 = not at all. A timer that is there and goes off earlier is set anew with the next `look`."""
+        with self._lock:
+            self._until = deadline
+            if deadline and not 0 < self._armed <= deadline:
+                self._arm()
+
+    def extend(self, seconds: float) -> None:
+        """Allow the command so much longer."""
+        with self._lock:
+            self._until += seconds if self._until else 0.0
+
+    def look(self) -> None:
+        """Set the timer anew where it is not right. To be called several times a second."""
+        with self._lock:
+            if abs(self._until - self._armed) > BEAT:
+                self._arm()
+
+    def _arm(self) -> None:
+        self._armed = self._until
+        if self._until:
+            faulthandler.dump_traceback_later(max(0.01, self._until - time.monotonic()), file=STDERR)
+        else:
+            faulthandler.cancel_dump_traceback_later()
+
+
+class Notes:
+    """A rank's notes on the command that it works on, and the thread that tells them for as long as the process lives. It pauses
+    while the process is stopped, or something holds the GIL.
+
+    Args:
+        tell: sends a heartbeat, with the number of the command; 0 = none.
+        collectives: counts those that this rank has begun.
+        load_timeout: seconds that a command may take, at least, in which a model is brought to the device.
+    """
+
+    def __init__(
+        self, tell: Callable[[Beat, int], None], collectives: Callable[[], int], watch: Watch, load_timeout: float
+    ) -> None:
+        self._tell, self._collectives, self._watch, self._load_timeout = tell, collectives, watch, load_timeout
+        self.modules, self._loaded, self._has_loaded, self._compiling = 0, -1, False, 0
+        self._began = self._compiles_since = time.monotonic()
+        self._command, self._seconds = 0, 0.0
+        threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
+
+    def begin(self, command: int = 0, seconds: float = 0.0) -> None:
+        """Note that the rank begins a command, which may take this long, or has ended one."""
+        self._command, self._began, self._seconds = command, time.monotonic(), seconds
+        self.modules, self._loaded, self._has_loaded, self._compiling = 0, -1, False, 0
+
+    def load(self, loaded: int | None) -> None:
+        """Note that the rank has loaded this many thousandths of a model; None = it is done."""
+        first, self._has_loaded, self._loaded = not self._has_loaded, True, -1 if loaded is None else loaded
+        if first:
+            self._watch.until(self._began + max(self._seconds, self._load_timeout))
+        if first or loaded is None:
+            self._beat()
+
+    def compiling(self, part: int) -> None:
+        """Note that the rank compiles a part of a model. `part`: counts from 1; 0 = it has finished. That time does not count."""
+        now = time.monotonic()
+        if self._compiling:
+            self._watch.extend(now - self._compiles_since)
+        self._compiling, self._compiles_since = part, now
+        self._beat()
+
+    def _beat(self) -> None:
+        command = self._command  # first: what is read after it may be of the next one, but not of one before
+        beat = Beat(
+            modules=self.modules,
+            collectives=self._collectives(),
+            loaded=None if self._loaded < 0 else self._loaded,
+            has_loaded=self._has_loaded,
+            compiling=self._compiling,
+        )
+        self._tell(beat, command)
+
+    def _run(self) -> None:
+        while True:
+            self._beat()
+            if self._compiling:  # for as long as it takes
+                now = time.monotonic()
+                self._watch.extend(now - self._compiles_since)
+                self._compiles_since = now
+            self._watch.look()
+            time.sleep(BEAT)
