@@ -352,7 +352,7 @@ class _Template:
     def _site() -> dict[str, Any]:
         """What the ranks that are being started will be told to import: see `processes.Waiting`."""
         (module,) = (found for name, found in list(sys.modules.items()) if name.endswith("cp_runtime.pool.processes"))
-        path, argv, preload, _ = module.WAITING._key
+        path, argv, preload, _ = module.WAITING._key or ((), [""], (), {})  # one may be started by itself
         return {"path": list(path), "argv": argv, "preload": preload}
 
     def _serve(self, connection: socket.socket) -> NoReturn:
