@@ -8,7 +8,6 @@ import statistics
 import subprocess
 import time
 from functools import partial
-from pathlib import Path
 from threading import Thread
 
 import pytest
@@ -251,11 +250,7 @@ def test_a_rank_there_that_fails_is_named(kind, two):
     two.faults.arm(1, kind, module=3)
     message = two.server.fails(prompt(), RANK_FAULTS[kind].format(pid=pid)).exception_message
     if kind in ("sleep", "stop"):
-        file = Path(re.search(r"Stacks of all ranks: (\S+\.txt)\.", message)[1])
-        here, there = re.split(r"=== rank \d, ", file.read_text())[1:]
-        assert "faulty_worker.py" in there
-        assert "collectives.py" in here
-        file.unlink()
+        assert ("faulty_worker.py" in message) == (kind == "sleep")  # one that is stopped writes no stack
     assert two.state() == "ready"
     assert_close(two.server.sample(prompt(), timeout=60), expected)
 
