@@ -150,7 +150,7 @@ class Models:
         self.compare_code(target.loader_code, cancelled)
         held = target.demand.on_device(choice.placement, self._pool.world_size, stages)
         request, packer = target.request(choice.placement, held)
-        formats, travelled = self._common_formats(cancelled), any(self._pool.config.machines)
+        formats, travelled = self._common_formats(cancelled), bool(self._pool.apart or any(self._pool.config.machines))
         request = replace(request, stages=stages, formats=formats, travelled=travelled)
         self.resident.pop(target.key, None)
         name = target.name
@@ -160,8 +160,8 @@ class Models:
                 with self._pool.named_errors("load"):
                     packer.write(memory.view(packer.nbytes))
                 request = replace(request, memory=memory.address)
-                replies = self._pool.request(request, cancelled=cancelled)
                 whole = memory.view(memory.size)  # all of it, as ranks see it
+                replies = self._pool.request(request, kept=whole, cancelled=cancelled)
                 target.verify(request, whole, replies, self._pool.pids, partial(self._pool.request, cancelled=cancelled))
         except BaseException as error:
             if isinstance(error, RankOutOfMemory):

@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import socket
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import PoolError
 from ..system import system
 from .launcher import starting
+
+LOOPBACK = "127.0.0.1"
 
 
 class SharedBlock:
@@ -71,10 +75,20 @@ class Shared:
     """
 
     def __init__(self) -> None:
+        self._listening: dist.TCPStore | None = None
         with contextlib.ExitStack() as opened, starting():
             self.store = opened.enter_context(system.store_file())
             self.request, self.response = (opened.enter_context(contextlib.closing(SharedBlock())) for _ in range(2))
             self._cleanup = opened.pop_all()
+
+    def listen(self, world_size: int) -> int:
+        """Return the port of a store on loopback, in place of the file, for ranks that cannot open that."""
+        listener = socket.create_server((LOOPBACK, 0))  # torch's own listens on all interfaces
+        port = int(listener.getsockname()[1])
+        self._listening = dist.TCPStore(
+            LOOPBACK, port, world_size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        return port
 
     @property
     def addresses(self) -> dict[str, tuple[int, int]]:
@@ -83,4 +97,5 @@ class Shared:
         return {"request": self.request.address, "response": self.response.address, "store": store}
 
     def close(self) -> None:
+        self._listening = None
         self._cleanup.close()

@@ -19,9 +19,12 @@ _HEAD = struct.Struct("<QQ?")  # bytes of the header, bytes behind it, whether i
 _AT_ONCE, _USUAL = 1 << 20, 1 << 16  # bytes of a write or a read, at most and at least
 
 
+Buffer = bytes | bytearray | memoryview
+
+
 class Frame(NamedTuple):
     header: bytes
-    body: bytes | bytearray | memoryview = b""
+    body: Buffer = b""
     urgent: bool = False
 
 

@@ -1,7 +1,7 @@
 """Every message between the controller and the ranks, as bytes and back.
 
 The header of a frame is a JSON object: the name of the message, the number of the command that it belongs to, the bytes of its
-tensors in shared memory, the seconds that the command may take, and the fields of its dataclass, which are checked one by one. A
+tensors, which lie in shared memory or behind the header, the seconds that the command may take, and the fields of its dataclass, which are checked one by one. A
 value with tensors in it is a `Tree` (see `protocol`). Nothing is ever unpickled.
 
 | Sent by | Messages |
@@ -88,6 +88,13 @@ class Compared(Report):
     """How fast an exchange through shared memory is, the same on every rank."""
 
     speed: float  # times the speed over the devices' own library; 0 = ranks cannot exchange so
+
+
+@dataclass(frozen=True, kw_only=True)
+class Imported(Report):
+    """The rank is ready to connect."""
+
+    shares: bool  # it maps memory of the controller; else bytes come and go in frames
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,13 +232,17 @@ class Shutdown(Request[Done]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Import(Request[Done]):
+class Import(Request[Imported]):
     """Set the device and import the service: the first step of a start."""
+
+    report: ClassVar[type[Any]] = Imported
 
 
 @dataclass(frozen=True, kw_only=True)
 class Connect(Request[Done]):
     """Join the process groups."""
+
+    port: int  # of the store on loopback that ranks meet in; 0 = a file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -384,7 +395,7 @@ KINDS: dict[str, type[Message]] = {
     for kind in (
         Import, Connect, Probe, Compare, Measure, Shutdown, Cancel, Arrived, Leave, Beat, Echo, Load, Call, AttachNetwork, Describe,
         Drop, MakeRoom, Available,
-        Done, Cancelled, Failure, Compared, Ready, Value, Loaded, Described, Room, CallReport,
+        Done, Cancelled, Failure, Imported, Compared, Ready, Value, Loaded, Described, Room, CallReport,
     )
 }  # fmt: skip
 

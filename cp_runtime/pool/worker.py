@@ -31,9 +31,9 @@ from ..engine.ranks.collectives import CommStats, wait_for
 from ..engine.ranks.mesh import BatchMesh
 from ..errors import ProtocolError
 from ..system import system
-from .blocks import SharedBlock
+from .blocks import LOOPBACK, SharedBlock
 from .cancel import CancelPoints
-from .frames import Frame, Inbox
+from .frames import Buffer, Frame, Inbox
 from .launcher import name_limit
 from .messages import (
     KINDS,
@@ -51,6 +51,7 @@ from .messages import (
     Failure,
     Header,
     Import,
+    Imported,
     Leave,
     Measure,
     Memory,
@@ -101,7 +102,8 @@ class Worker:
         self.rank, self.world_size = int(spec["rank"]), int(spec["world_size"])
         self.device = torch.device(spec["device"])
         self.inbox, self._watch = inbox, Watch()
-        self.request, self.response = (SharedBlock(system.foreign_fd(*spec[name])) for name in ("request", "response"))
+        self._blocks = _open_blocks(spec)
+        self._result: Tensor | None = None  # for the controller, if no memory is shared
         self.cancel_points, self.stats = CancelPoints(), CommStats()
         self._runs = False  # the call is left at runs of its forward
         self.notes = Notes(self._tell, lambda: self.stats.collectives, self._watch, spec["load_timeout"])
@@ -117,7 +119,7 @@ class Worker:
             Echo: lambda request, block: self.result(self.cache.unpack(request, block)["x"]),
         }
 
-    def _import(self, *_: Any) -> None:
+    def _import(self, *_: Any) -> Imported:
         if self.device.type != "cpu":
             torch.get_device_module(self.device).set_device(self.device)
             machines = self.spec["machines"] or [""] * self.world_size
@@ -125,9 +127,13 @@ class Worker:
         if self.spec["service"]:  # after the device is set: ComfyUI looks at it when it is imported
             module = importlib.import_module(f"{__package__.partition('.')[0]}.{self.spec['service']}")
             self._handlers |= module.make_service(self)
+        return Imported(shares=self._blocks is not None)
 
-    def _connect(self, *_: Any) -> None:
-        self._store = dist.FileStore(system.store_path(system.foreign_fd(*self.spec["store"])), self.world_size)
+    def _connect(self, request: Connect, _: Any) -> None:
+        if request.port:
+            self._store: dist.Store = dist.TCPStore(LOOPBACK, request.port, self.world_size, timeout=self.timeout)
+        else:
+            self._store = dist.FileStore(system.store_path(system.foreign_fd(*self.spec["store"])), self.world_size)
         self._join(self.spec["backend"])
 
     def _join(self, backend: str) -> None:
@@ -171,20 +177,20 @@ class Worker:
             Malformed, ProtocolError: what came is no frame or has no header, so nobody knows which command to report on. Anything
                 else that is wrong with a command is reported.
         """
-        while (header := unpack(self._next().header)).kind != Shutdown.__name__:
+        while (header := unpack((frame := self._next()).header)).kind != Shutdown.__name__:
             self.notes.begin(header.seq, header.seconds)
             self._watch.until(time.monotonic() + header.seconds if header.seconds else 0.0)
             try:
-                report = self._report_on(header)
+                report = self._report_on(header, frame.body)
             except Exception as error:  # noqa: BLE001  (the controller raises it in the node)
                 # While the error still holds its tensors: to free one of a device that is lost may end the process.
                 self._answer(failure(error, self.stats, self.device), header)
             else:
                 self._answer(report, header)
 
-    def _report_on(self, header: Header) -> Report:
+    def _report_on(self, header: Header, body: Buffer) -> Report:
         try:
-            block, request = self._block(header), header.message
+            block, request = self._block(header, body), header.message
             return self._handlers[type(request)](request, block) or Done()  # type: ignore[index]  # `_block` has looked
         except CallCancelledOnRank:
             return Cancelled()
@@ -192,10 +198,11 @@ class Worker:
     def _answer(self, report: Report, header: Header) -> None:
         self.notes.begin()
         self._watch.until(0.0)
-        self._tell(report, header.seq)
+        result, self._result = self._result, None
+        self._tell(report, header.seq, b"" if result is None else result.numpy().data)
 
-    def _tell(self, message: Message, seq: int = 0) -> None:
-        self.inbox.send(Frame(pack(message, seq)))
+    def _tell(self, message: Message, seq: int = 0, body: Buffer = b"") -> None:
+        self.inbox.send(Frame(pack(message, seq), body))
 
     def _next(self) -> Frame:
         """Wait for the next command. A rank that has been idle for a while gives its free memory back."""
@@ -214,18 +221,33 @@ class Worker:
             case Leave(place=place):
                 self.cancel_points.decide(place)
 
-    def _block(self, frame: Header) -> Tensor:
-        """Return the bytes of a command's tensors, in memory that the controller and all ranks map. Raises ProtocolError: there is
-        no such command, or less memory."""
-        if KINDS[frame.kind] not in self._handlers:
-            raise ProtocolError(f"unknown command {frame.kind!r}")
-        if not 0 <= frame.nbytes <= max(self.request.size, mmap.PAGESIZE):
-            raise ProtocolError(f"a message of {frame.nbytes} bytes in {self.request.size} bytes of shared memory")
-        return self.request.view(frame.nbytes)
+    def _block(self, header: Header, body: Buffer) -> Tensor:
+        """Return the bytes of a command's tensors, in memory that the controller and all ranks map, or as they came. Raises
+        ProtocolError: there is no such command, or less memory."""
+        if KINDS[header.kind] not in self._handlers:
+            raise ProtocolError(f"unknown command {header.kind!r}")
+        if self._blocks is None:
+            if not header.nbytes <= len(body):
+                raise ProtocolError(f"a message of {header.nbytes} bytes with {len(body)} bytes")
+            return torch.frombuffer(body, dtype=torch.uint8) if len(body) else torch.empty(0, dtype=torch.uint8)
+        request, _ = self._blocks
+        if not 0 <= header.nbytes <= max(request.size, mmap.PAGESIZE):
+            raise ProtocolError(f"a message of {header.nbytes} bytes in {request.size} bytes of shared memory")
+        return request.view(header.nbytes)
 
-    def keep(self, memory: tuple[int, int]) -> Tensor:
+    def keep(self, memory: tuple[int, int], block: Tensor) -> Tensor:
         """Return bytes that the controller left for all ranks; they live as long as a tensor on them. What a rank writes there
-        stays in that rank. `memory`: the address of a `SharedBlock`. Raises ProtocolError: there is no such memory."""
+        stays in that rank.
+
+        Args:
+            memory: the address of a `SharedBlock`.
+            block: the bytes themselves, where no memory is shared.
+
+        Raises:
+            ProtocolError: there is no such memory.
+        """
+        if self._blocks is None:
+            return block
         try:
             with open(system.foreign_fd(*memory), "rb") as file:
                 return torch.frombuffer(system.private_pages(file.fileno()), dtype=torch.uint8)
@@ -233,12 +255,16 @@ class Worker:
             raise ProtocolError(f"no memory of process {memory[0]} under number {memory[1]}: {error}") from error
 
     def result(self, value: Any) -> Value:
-        """Hand a value of rank 0 to the controller through shared memory."""
+        """Hand a value of rank 0 to the controller, through shared memory or with the report."""
         if self.rank != 0:
             return Value()
         packer = TensorPacker()
         tree = flatten(value, packer.add)
-        packer.write(self.response.view(packer.nbytes))
+        if self._blocks is None:
+            block = self._result = torch.empty(packer.nbytes, dtype=torch.uint8)
+        else:
+            block = self._blocks[1].view(packer.nbytes)
+        packer.write(block)
         return Value(value=tree, nbytes=packer.nbytes)
 
     def begin_figures(self) -> None:
@@ -298,6 +324,16 @@ class Worker:
     def loading_hook(self) -> Callable[[int | None], None]:
         """Return a function that takes the thousandths of a model that are loaded, or None when it is complete."""
         return self.notes.load
+
+
+def _open_blocks(spec: dict[str, Any]) -> tuple[SharedBlock, SharedBlock] | None:
+    """Return the memory of messages and results; None: it cannot be opened from here."""
+    try:
+        request, response = (SharedBlock(system.foreign_fd(*spec[name])) for name in ("request", "response"))
+    except OSError as error:
+        log.warning("no memory is shared with ComfyUI's process (%s): tensors go through pipes", error)
+        return None
+    return request, response
 
 
 def failure(error: Exception, stats: CommStats, device: torch.device) -> Failure:

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from ..engine.measuring import Measured
 from ..engine.ranks.mesh import reduced
@@ -26,7 +27,7 @@ from .blocks import Shared
 from .collection import Collection, ModuleTimes, Outcome, SendCancel, SendLeave
 from .config import TIMEOUTS, RuntimeConfig, WorkerSite, split_device, timeout_of
 from .failures import connect_advice, connect_failure, death, missed_deadline, reported_failure
-from .frames import Frame, Malformed
+from .frames import Buffer, Frame, Malformed
 from .launcher import as_host, child_environment, starting
 from .messages import (
     Arrived,
@@ -66,8 +67,8 @@ SHUTDOWN_GRACE = 5.0
 KEEP_BYTES = 64 << 20  # of shared memory for messages, and for results; more is given back
 
 
-Heard = queue.SimpleQueue[tuple[int, Header | Exception | None]]
-"""What ranks send, with the rank: a header, what was wrong with it, or None at its end."""
+Heard = queue.SimpleQueue[tuple[int, Header | Exception | None, Buffer]]
+"""What ranks send: the rank, a header, what was wrong with it, or None at its end; and bytes behind the header."""
 
 
 class CallCancelled(Exception):
@@ -89,6 +90,7 @@ class WorkerPool:
         load_timeout: seconds that ranks may take to load a model, and for a call in which they bring it to their devices.
         chosen: why they share memory although NCCL connects them; empty = they do not.
         fallback: how they may connect; its `reason` says why they do not as they would by default.
+        apart: ranks that cannot map this process's memory: bytes come and go in frames.
         peer_to_peer: whether their GPUs reach each other's memory; None before they connect and without NCCL.
     """
 
@@ -119,6 +121,8 @@ class WorkerPool:
         self.shared = Shared()
         self._heard: Heard = queue.SimpleQueue()
         self._progress = [Progress()] * self.world_size
+        self.apart: set[int] = set()
+        self._result: Buffer = b""
 
     def start(self, cancelled: Callable[[], bool] | None = None) -> None:
         """Start the ranks and wait until all are ready.
@@ -160,11 +164,12 @@ class WorkerPool:
 
         with starting():
             self._start_processes(way)
-        step(Import())
+        self.apart = {rank for rank, report in enumerate(step(Import())) if not report.shares}
         self.stage = CONNECTING
         self.peer_to_peer = look_at_peers(self.config.local, way) if way.backend == "nccl" else None
         limit = min(self._connect_timeout, math.inf if self._others is None else ACROSS)
-        step(Connect(), *((CONNECTING, limit) if self._others is not None or way.backend == self.config.native else ()))
+        port = self.shared.listen(self.world_size) if self.apart else 0
+        step(Connect(port=port), *((CONNECTING, limit) if self._others is not None or way.backend == self.config.native else ()))
         if way.backend != "gloo":
             step(Probe(), CONNECTING, min(PROBING, self._connect_timeout))
         backend = way.backend
@@ -189,14 +194,16 @@ class WorkerPool:
         ranks = ", ".join(f"rank {rank} pid {self.pids[rank]} on {device}" for rank, device in enumerate(self.config.devices))
         log.info("started %d ranks in %.1f s (%s): %s", self.world_size, self.seconds["start"], steps, ranks)
 
-    def _send(self, request: Request[Any], seconds: float, nbytes: int = 0) -> None:
-        """Send a command to all ranks, which may take so long. `nbytes`: of its tensors, which lie in shared memory."""
-        frame = Frame(pack(request, self._seq + 1, nbytes, max(1e-3, seconds)))
+    def _send(self, request: Request[Any], seconds: float, block: Tensor | None = None, kept: Tensor | None = None) -> None:
+        """Send a command to all ranks, which may take so long. `block`: its tensors, in shared memory. `kept`: see `request`."""
+        header = pack(request, self._seq + 1, 0 if block is None else block.nbytes, max(1e-3, seconds))
+        tensors = block if kept is None else kept
+        by_value = Frame(header, b"" if tensors is None else tensors.numpy().data)
         self._seq += 1
         self.waiting_for = list(range(self.world_size))
         self._progress[:] = [replace(each, at=Beat()) for each in self._progress]
-        for process in self.processes:
-            process.send(frame)
+        for rank, process in enumerate(self.processes):
+            process.send(by_value if rank in self.apart else Frame(header))
 
     def _tell(self, message: Message) -> None:
         """Tell all ranks something about the command that they work on, at once."""
@@ -211,9 +218,10 @@ class WorkerPool:
                 at = cast(Beat, header.message) if header.seq == self._seq else Beat()  # of a command before
                 self._progress[rank] = Progress(at, time.monotonic())
             else:
-                heard.put((rank, ProtocolError(f"rank {rank}: {frame}") if isinstance(frame, Malformed) else header))
+                body = frame.body if isinstance(frame, Frame) else b""
+                heard.put((rank, ProtocolError(f"rank {rank}: {frame}") if isinstance(frame, Malformed) else header, body))
         except ProtocolError as error:
-            heard.put((rank, error))
+            heard.put((rank, error, b""))
 
     def progress(self, rank: int) -> Progress:
         """Return the progress of a rank. From any thread."""
@@ -233,6 +241,7 @@ class WorkerPool:
         request: Request[R],
         packer: TensorPacker | None = None,
         *,
+        kept: Tensor | None = None,
         timeout: float | None = None,
         cancelled: Callable[[], bool] | None = None,
     ) -> list[R]:
@@ -240,6 +249,7 @@ class WorkerPool:
 
         Args:
             packer: tensors that the request refers to.
+            kept: bytes in memory that the request names, for ranks that cannot map it.
             timeout: seconds; None = as many as loading a model may take.
             cancelled: polled while waiting.
 
@@ -257,9 +267,10 @@ class WorkerPool:
         before = self._seq
         with self._doing(command, request.brief), self.named_errors(command):
             self._sent = packer.nbytes
-            packer.write(self.shared.request.view(packer.nbytes))
+            block = self.shared.request.view(packer.nbytes)
+            packer.write(block)
             try:
-                self._send(request, timeout, packer.nbytes)
+                self._send(request, timeout, block, kept)
                 # From here on: this process may have been stopped after the first rank was told and before the last.
                 return all_of(request.report, self._collect(command, time.monotonic(), timeout, cancelled))
             except (RankError, CallCancelled):  # `_conclude` has killed the pool where necessary
@@ -299,7 +310,11 @@ class WorkerPool:
 
     def result(self, replies: Sequence[Value], device: torch.device) -> Any:
         """Return the value that rank 0 left in shared memory, copied to `device`. Raises PoolError or torch.OutOfMemoryError."""
-        block = self.shared.response.view(replies[0].nbytes)
+        nbytes = replies[0].nbytes
+        if 0 in self.apart:
+            block = torch.frombuffer(self._result, dtype=torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8)
+        else:
+            block = self.shared.response.view(nbytes)
         with self.named_errors("copying the result"):
             value = unflatten(replies[0].value, lambda leaf: read_tensor(block, leaf).to(device, copy=True))
         self.trim(self._sent)
@@ -386,7 +401,7 @@ class WorkerPool:
         while True:
             now = time.monotonic()
             heard = self._wait(min(TICK, max(0.0, until - now)))
-            for rank, header in heard:
+            for rank, header, body in heard:
                 if isinstance(header, Exception):
                     raise header
                 if header is None:
@@ -397,6 +412,7 @@ class WorkerPool:
                         collection.arrived(rank, message.place)
                     else:
                         collection.reported(rank, header.report(rank))
+                        self._result = body if rank == 0 else self._result
             self.waiting_for = collection.missing
             at = {rank: self.progress(rank).at for rank in self.waiting_for}
             compiling = any(each.compiling for each in at.values())
@@ -419,7 +435,7 @@ class WorkerPool:
                     self._tell(Cancel())
             until = step.until
 
-    def _wait(self, seconds: float) -> list[tuple[int, Header | Exception | None]]:
+    def _wait(self, seconds: float) -> list[tuple[int, Header | Exception | None, Buffer]]:
         """Return what has come from ranks; wait for something for `seconds`."""
         found = []
         with contextlib.suppress(queue.Empty):

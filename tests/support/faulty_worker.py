@@ -1,13 +1,14 @@
 """Faults of ranks: what `detection/sitecustomize.py` makes of a rank's `Worker`, in processes that have its folder on PYTHONPATH.
 
 Inert unless CP_TEST_FAULTS names a folder (docs/testing.md). A file `<rank>.json` there, `{"kind": "oom", "at": "module", "module":
-3}`, is removed by that rank and takes effect at that place: `start`, before it joins the others; `load`, before it loads a model;
-`call`, before a call; `weights`, when it has brought that many pieces of a model to its device (`module` counts them); `module`,
-when it enters that planned module of a call; `compile`, when it begins to compile. With `"times": 2` it stays for a second time;
-with `"then"` another fault follows it. `slow` sleeps for `seconds` there, and at every later module.
+3}`, is removed by that rank and takes effect at that place: `memory`, before it maps any; `start`, before it joins the others;
+`load`, before it loads a model; `call`, before a call; `weights`, when it has brought that many pieces of a model to its device
+(`module` counts them); `module`, when it enters that planned module of a call; `compile`, when it begins to compile. With `"times":
+2` it stays for a second time; with `"then"` another fault follows it. `slow` sleeps for `seconds` there, and at every later module.
 """
 
 import ctypes
+import errno
 import itertools
 import json
 import os
@@ -69,6 +70,16 @@ def _leave_a_child() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _see_no_memory() -> None:
+    """Have the system refuse memory of other processes, as some containers do."""
+    from cp_runtime.system import system
+
+    def refuse(*_: int) -> NoReturn:
+        raise PermissionError(errno.EACCES, "injected: no memory of other processes")
+
+    system.foreign_fd = refuse  # type: ignore[assignment]
+
+
 def _device_memory() -> None:
     torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
 
@@ -98,6 +109,8 @@ KINDS: dict[str, Callable[[], Any]] = {
     "segv": _access_nothing,
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "leave a child": _leave_a_child,
+    # all the time
+    "sees no memory": _see_no_memory,
     # hangs
     "sleep": lambda: time.sleep(3600),
     "spin": _spin,
@@ -153,12 +166,16 @@ def make_faulty(module: Any) -> None:
     class FaultyWorker(module.Worker):
         """A rank that looks for faults."""
 
+        def __init__(self, spec: dict[str, Any], inbox: Any) -> None:
+            inject(spec["rank"], "memory")
+            super().__init__(spec, inbox)
+
         def _connect(self, *command: Any) -> None:
             inject(self.rank, "start")
             super()._connect(*command)
 
-        def keep(self, memory: tuple[int, int]) -> torch.Tensor:
-            kept: torch.Tensor = super().keep(memory)
+        def keep(self, *given: Any) -> torch.Tensor:
+            kept: torch.Tensor = super().keep(*given)
             inject(self.rank, "load")
             return kept
 

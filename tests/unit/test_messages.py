@@ -22,7 +22,8 @@ TREE = {"$dict": [["x", {"$tensor": ["float32", [2], 0]}], ["n", 1.5]]}
 MESSAGES = [
     messages.Shutdown(),
     messages.Import(),
-    messages.Connect(),
+    messages.Connect(port=0),
+    messages.Imported(shares=True),
     messages.Probe(),
     messages.Compare(),
     messages.Measure(),

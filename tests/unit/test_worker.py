@@ -35,7 +35,8 @@ def block():
 def rank_with(block, *messages, nbytes=0):
     """A rank to which these messages come."""
     worker = Worker.__new__(Worker)
-    worker.rank, worker.cache, worker.request = 1, TensorCache(torch.device("cpu")), SharedBlock(os.dup(block.fd))
+    worker.rank, worker.cache, worker._result = 1, TensorCache(torch.device("cpu")), None
+    worker._blocks = SharedBlock(os.dup(block.fd)), SharedBlock()
     worker.device, worker.stats, worker.cancel_points = torch.device("cpu"), CommStats(), CancelPoints()
     worker.notes, worker._watch = SimpleNamespace(begin=lambda *_: None), Watch()
     frames = iter([Frame(pack(message, number, nbytes)) for number, message in enumerate([*messages, Shutdown()], 1)])
@@ -176,11 +177,15 @@ def test_a_rank_that_is_idle_gives_free_memory_back(block, monkeypatch):
 
 def test_memory_that_is_kept_is_the_controllers_and_what_a_rank_writes_there_its_own(block):
     block.view(8).fill_(3)
-    kept = Worker.keep(Worker.__new__(Worker), (os.getpid(), block.fd))
+    worker, _ = rank_with(block)
+    kept = worker.keep((os.getpid(), block.fd), torch.empty(0))
     kept[0] = 5
     assert block.view(8).tolist() == [3] * 8
     number = block.fd
     block.close()
     assert kept[:8].tolist() == [5, *[3] * 7]
     with pytest.raises(ProtocolError, match="no memory of process"):
-        Worker.keep(Worker.__new__(Worker), (os.getpid(), number))
+        worker.keep((os.getpid(), number), torch.empty(0))
+    worker._blocks = None
+    with_message = torch.ones(3)
+    assert worker.keep((0, 0), with_message) is with_message

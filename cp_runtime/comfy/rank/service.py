@@ -46,7 +46,7 @@ class ModelService:
     def handlers(self) -> Mapping[type[Request[Any]], Handler]:
         worker, mirrors = self._worker, self._mirrors
         return {
-            Load: lambda request, _: mirrors.load(request, worker.keep(request.memory), worker.mesh),
+            Load: lambda request, block: mirrors.load(request, worker.keep(request.memory, block), worker.mesh),
             AttachNetwork: mirrors.attach_network,
             Describe: lambda request, _: mirrors.describe(request),
             Drop: self._drop,
