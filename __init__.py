@@ -6,7 +6,7 @@ from comfy_api.latest import ComfyExtension, io
 from server import PromptServer
 
 from .cp_runtime.comfy.ui.recipes import watch_loaders, watch_node_loaders
-from .cp_runtime.comfy.ui.runtime import add_if_asked, import_ahead
+from .cp_runtime.comfy.ui.runtime import import_ahead
 from .cp_runtime.comfy.ui.server import add_routes, start_events
 from .cp_runtime.comfy.ui.stock_loads import watch_stock_loads
 from .nodes import NODES, SHARING
@@ -26,7 +26,6 @@ class ContextParallelExtension(ComfyExtension):
             server.add_on_prompt_handler(watch_node_loaders)
             server.add_on_prompt_handler(partial(import_ahead, {node.__name__ for node in SHARING}))
             start_events(server)
-            add_if_asked()
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         return NODES

@@ -2,7 +2,8 @@
 
     make machines, or python .ci/machines.py [--rate 1gbit] [options for pytest, with which nothing is written]
 
-Needs root, iproute2 and the kernel's veth and tbf. Ends only what it started.
+Needs root, iproute2, OpenSSH's server, which it installs if it is missing, and the kernel's veth and tbf. Ends only what it
+started.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -39,6 +41,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rate", default="1gbit", help="of the link, as tc takes it")
     given, options = parser.parse_known_args()
+    if shutil.which("sshd", path="/usr/sbin:/usr/bin") is None:
+        run("apt-get", "install", "-y", "-q", "openssh-server", "openssh-client")
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report"
         try:

@@ -7,7 +7,6 @@ from typing import Any
 from comfy_api.latest import io
 
 from ..cp_runtime.comfy.ui.apply import apply_to_model
-from ..cp_runtime.comfy.ui.runtime import OTHERS
 from ..cp_runtime.pool.config import RuntimeConfig
 from .config import ALIASES, CATEGORY, WANTED, CPConfigType
 
@@ -41,11 +40,6 @@ class ApplyContextParallel(io.ComfyNode):
             ],
             outputs=[io.Model.Output(tooltip="The same model, computed on all devices. Connect it to any sampler or guider.")],
         )
-
-    @classmethod
-    def fingerprint_inputs(cls, **_: Any) -> str:
-        """Return the devices of other machines: a model cached for an earlier set of them is invalid."""
-        return ",".join(OTHERS.devices)
 
     @classmethod
     def execute(cls, model: Any, cp_config: RuntimeConfig | None = None) -> io.NodeOutput:

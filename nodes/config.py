@@ -6,7 +6,7 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from ..cp_runtime.comfy.ui.runtime import OTHERS, device_inventory
+from ..cp_runtime.comfy.ui.runtime import device_inventory
 from ..cp_runtime.errors import ConfigError
 from ..cp_runtime.pool.config import RuntimeConfig
 from ..cp_runtime.pool.settings import SETTINGS, Setting, with_labels
@@ -83,11 +83,6 @@ class CPConfig(io.ComfyNode):
         if None not in given.values():  # a linked input has no value yet
             cls.execute(**given)
         return True
-
-    @classmethod
-    def fingerprint_inputs(cls, **_: Any) -> str:
-        """Return the devices of other machines, which an empty `devices` includes."""
-        return ",".join(OTHERS.devices)
 
     @classmethod
     def execute(cls, **inputs: Any) -> io.NodeOutput:

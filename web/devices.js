@@ -8,11 +8,9 @@ const DEVICES = "/context_parallel/devices";
 const ACTIVE = 0; // mode of a node
 
 let found = null;
-let others = ""; // names of other computers' devices
 let configs = null; // CP Config nodes of the open graph; null = nobody has looked since it changed
 
-/** What the server found: see `found_devices` in cp_runtime/comfy/ui/runtime.py. Asked for once, and again where that failed or
- * other computers came or went. */
+/** What the server found: see `found_devices` in cp_runtime/comfy/ui/runtime.py. Asked for once, and again where that failed. */
 export function foundDevices() {
   found ??= api.fetchApi(DEVICES).then((answer) => answer.json());
   found.catch(() => (found = null));
@@ -88,9 +86,5 @@ export function switchDevice(name, settings, devices, prefer) {
   return null;
 }
 
-api.addEventListener("context_parallel.status", ({ detail }) => {
-  if (String(detail.others) !== others) found = null;
-  others = String(detail.others);
-});
 api.addEventListener("graphChanged", forget);
 app.registerExtension({ name: "context_parallel.devices", afterConfigureGraph: forget });

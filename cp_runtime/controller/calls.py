@@ -59,6 +59,10 @@ class ModelState(Protocol):
     def loader_code(self) -> Code | None:
         """Code by which the ranks load it, besides their own."""
 
+    @property
+    def describe(self) -> Callable[[], dict[str, Any]]:
+        """Says what its file is, by which ranks on other computers find it there."""
+
     def request(self, placement: str, device_bytes: int) -> tuple[Load, TensorPacker]:
         """Return the load request and the tensors of its weight patches. `device_bytes`: of weights on each rank's device."""
 

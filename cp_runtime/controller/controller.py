@@ -19,7 +19,6 @@ from ..errors import MirrorError, PoolError, ProtocolError, RankOutOfMemory
 from ..nested import difference
 from ..pool.config import RuntimeConfig, WorkerSite
 from ..pool.peers import forget_fallbacks
-from ..pool.processes import OtherMachines
 from ..pool.settings import WHOLE
 from ..pool.worker_pool import CallCancelled
 from ..timing.times import Times
@@ -51,9 +50,8 @@ class Controller:
         self,
         site: Callable[[], WorkerSite],
         free_for_ranks: Callable[[Sequence[str]], None],
-        others: OtherMachines | None = None,
     ) -> None:
-        self._site, self._free_for_ranks, self._others = site, free_for_ranks, others
+        self._site, self._free_for_ranks = site, free_for_ranks
         self.workers: Workers | None = None
         self.times = Times()
         self.journal = Journal(self.times)
@@ -268,7 +266,7 @@ class Controller:
             raise PoolError("ComfyUI is shutting down")
         log.info("starting %d ranks on %s", config.world_size, ", ".join(config.devices))
         # Visible while they start, so that they can be aborted.
-        workers = self.workers = Workers(config, self._site(), self.journal.changed.set, self._shortages, self.times, self._others)
+        workers = self.workers = Workers(config, self._site(), self.journal.changed.set, self._shortages, self.times)
         self.journal.changed.set()
         workers.start(cancelled)
         return workers
@@ -278,15 +276,6 @@ class Controller:
         if workers is not None:
             workers.pool.close()
             self.journal.changed.set()
-
-    def part_with(self, machine: str) -> None:
-        """End ranks some of which are on a machine that is sent away, unless they compute: then their prompt fails."""
-        if self._lock.acquire(blocking=False):
-            try:
-                if self.workers is not None and machine in self.workers.pool.config.machines:
-                    self._end()
-            finally:
-                self._lock.release()
 
     def _restart(self, done: Future[bool]) -> None:
         try:

@@ -151,7 +151,8 @@ class Models:
         held = target.demand.on_device(choice.placement, self._pool.world_size, stages)
         request, packer = target.request(choice.placement, held)
         formats, travelled = self._common_formats(cancelled), bool(self._pool.apart or any(self._pool.config.machines))
-        request = replace(request, stages=stages, formats=formats, travelled=travelled)
+        file = target.describe() if self._pool.hosts else {}
+        request = replace(request, stages=stages, formats=formats, travelled=travelled, file=file)
         self.resident.pop(target.key, None)
         name = target.name
         self.begin(name)

@@ -13,7 +13,6 @@ from ..engine.measuring import device_driver
 from ..errors import RankOutOfMemory
 from ..pool.config import RuntimeConfig, WorkerSite
 from ..pool.messages import Call, CallReport, Method
-from ..pool.processes import OtherMachines
 from ..pool.settings import OFFLOADED, SHARDED, STAGED
 from ..pool.worker_pool import WorkerPool
 from ..timing.choice import Chooser
@@ -52,9 +51,8 @@ class Workers:
         on_change: Callable[[], None],
         shortages: Shortages,
         times: Times,
-        others: OtherMachines | None = None,
     ) -> None:
-        self.pool = WorkerPool(config, site, others)
+        self.pool = WorkerPool(config, site)
         self.models = Models(self.pool, shortages, on_change)
         self.last_call: CallRecord | None = None
         self.last_vae_call: CallRecord | None = None

@@ -6,6 +6,7 @@ import contextlib
 import mmap
 import os
 import socket
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -75,14 +76,16 @@ class Shared:
     """
 
     def __init__(self) -> None:
-        self._listening: dist.TCPStore | None = None
+        self._listening: Any = None
         with contextlib.ExitStack() as opened, starting():
             self.store = opened.enter_context(system.store_file())
             self.request, self.response = (opened.enter_context(contextlib.closing(SharedBlock())) for _ in range(2))
             self._cleanup = opened.pop_all()
 
-    def listen(self, world_size: int) -> int:
-        """Return the port of a store on loopback, in place of the file, for ranks that cannot open that."""
+    def store_port(self, world_size: int) -> int:
+        """Return the port of a store on loopback, in place of the file, for ranks that cannot open that. There is one."""
+        if self._listening is not None:
+            return int(self._listening.port)
         listener = socket.create_server((LOOPBACK, 0))  # torch's own listens on all interfaces
         port = int(listener.getsockname()[1])
         self._listening = dist.TCPStore(

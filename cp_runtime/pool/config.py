@@ -14,6 +14,7 @@ from ..engine.ranks.collectives import native_backend
 from ..engine.ranks.config import MAX_SHARE, PipelineSettings, SequenceSettings
 from ..engine.ranks.sharding import Shares
 from ..errors import bad_value, is_int, shown
+from ..system import HAS_MACHINES
 from .settings import MAX_STEP_TIMEOUT, SETTINGS, STAGED
 
 DEGREES = ("ulysses_degree", "ring_degree", "batch_degree")
@@ -21,6 +22,7 @@ CPU_RANKS_PER_CORE = 4  # more than that is a typing error, not a plan
 RANKS_PER_ACCELERATOR = 8  # the same, where ranks share one over gloo
 ONE_CARD = "CP_TEST_ONE_CARD"
 """Environment variable by which tests have NCCL connect ranks on one GPU: see `launcher.as_host`."""
+_HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # a name that ssh knows; never one of its options
 _DEVICE = re.compile(r"([a-z]+)(?::(\d{1,3}))?")
 _ARCHITECTURE = re.compile(r"(sm|compute)_(\d+)(\d)[af]?")
 
@@ -31,7 +33,6 @@ class DeviceInventory:
 
     type: str
     count: int
-    others: tuple[str, ...] = ()  # of other machines, such as "pc2/cuda:0"
     too_old: tuple[int, ...] = ()  # numbers of those that torch was built without kernels for
 
     @property
@@ -42,17 +43,12 @@ class DeviceInventory:
     @property
     def max_ranks(self) -> int:
         """One rank per accelerator; on a machine without any, a few CPU ranks per core. Only `devices` can ask for more."""
-        own = CPU_RANKS_PER_CORE * (os.cpu_count() or 1) if self.type == "cpu" else len(self.usable)
-        return own + len(self.others)
+        return CPU_RANKS_PER_CORE * (os.cpu_count() or 1) if self.type == "cpu" else len(self.usable)
 
     @property
     def default_ranks(self) -> int:
         """World size when the user leaves it open."""
-        return self.own(0) + len(self.others)
-
-    def own(self, ranks: int) -> int:
-        """Return how many of `ranks` ranks run on this machine's devices; of 0, how many may by default."""
-        return max(2, ranks - len(self.others)) if self.type == "cpu" else max(1, len(self.usable))
+        return 2 if self.type == "cpu" else max(1, len(self.usable))
 
 
 def has_code(architectures: Sequence[str], capability: tuple[int, int]) -> bool:
@@ -202,10 +198,8 @@ def _resolve_devices(world_size: int, devices: str, backend: str, inventory: Dev
     names = tuple(_parse_device(part.strip(), devices, inventory) for part in devices.split(",")) if devices.strip() else ()
     if not names:
         count = world_size or inventory.default_ranks
-        own = min(count, inventory.own(count))
         numbers = inventory.usable or [0]
-        here = tuple("cpu" if inventory.type == "cpu" else f"{inventory.type}:{numbers[i]}" for i in range(own))
-        return here + inventory.others[: count - own]
+        return tuple("cpu" if inventory.type == "cpu" else f"{inventory.type}:{numbers[i]}" for i in range(count))
     if world_size not in (0, len(names)):
         raise bad_value("world_size", world_size, f"0 or {len(names)}, the number of entries in devices", "Leave it at 0.")
     if "/" in names[0]:
@@ -219,17 +213,19 @@ def _resolve_devices(world_size: int, devices: str, backend: str, inventory: Dev
             "each device once; with backend=gloo ranks can share an accelerator, to check results: it is slow",
             "Name each device once.",
         )
-    if len(names) > limit:
+    if sum("/" not in name for name in names) > limit:
         raise bad_value("devices", devices, f"at most {limit} entries on this machine", "Name fewer devices.")
     return names
 
 
 def _parse_device(text: str, devices: str, inventory: DeviceInventory) -> str:
     if "/" in text:
-        if text not in inventory.others:
-            words = ", ".join(inventory.others) or "none has joined"
-            raise bad_value("devices", devices, f"devices of other computers: {words}; {shown(text)} is none of them",
-                            "Let that computer join again, or leave devices empty for all that are there.")  # fmt: skip
+        there = _DEVICE.fullmatch(split_device(text)[1])
+        if not (_HOST.fullmatch(split_device(text)[0]) and there and there[1] == inventory.type):
+            allowed = f"of other computers host/{inventory.type}:0, by a name that ssh knows; {shown(text)} is none of them"
+            raise bad_value("devices", devices, allowed, "Name the host as in your ssh configuration, and one of its devices.")
+        if not HAS_MACHINES:
+            raise bad_value("devices", devices, "devices of this computer, on this system", "Use Linux or WSL2 on both.")
         return text
     cpu = inventory.type == "cpu"
     match = _DEVICE.fullmatch(text)

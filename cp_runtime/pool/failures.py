@@ -89,8 +89,6 @@ def death(
         processes[each].wait(1)  # its channel closes a moment before it ends
     rank = next((rank for rank in (noticed, *ranks) if system.name_of_exit(processes[rank].returncode or 0)), noticed)
     process = processes[rank]
-    if isinstance(process.error, RankError):  # from another machine, which has what it wrote
-        return process.error
     if process.error is not None:
         return RankError(rank=rank, pid=process.pid, kind=type(process.error).__name__, message=str(process.error))
     kind, message = _describe_exit(process.returncode)

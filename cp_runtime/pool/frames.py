@@ -11,6 +11,7 @@ import queue
 import struct
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -66,7 +67,15 @@ class Reader:
         body = None if header is None else self._take(nbytes)
         return None if header is None or body is None else Frame(bytes(header), body, urgent)
 
-    def _take(self, count: int) -> bytearray | None:
+    def skip_to(self, mark: bytes) -> bool:
+        """Skip what comes before a mark, and that; False: it does not come."""
+        while mark not in self._left:
+            if self._take(len(self._left) + 1, keep=True) is None:
+                return False
+        del self._left[: self._left.index(mark) + len(mark)]
+        return True
+
+    def _take(self, count: int, keep: bool = False) -> bytearray | None:
         while len(self._left) < count:
             try:
                 piece = os.read(self._fd, max(_USUAL, min(count - len(self._left), _AT_ONCE)))
@@ -76,7 +85,8 @@ class Reader:
                 return None
             self._left += piece
         taken = self._left[:count]
-        del self._left[:count]
+        if not keep:
+            del self._left[:count]
         return taken
 
 
@@ -155,8 +165,18 @@ class Inbox:
         os.dup2(2, 1)
         self.urgent, self.arrived = urgent, arrived
         self._frames: queue.SimpleQueue[Frame | Malformed] = queue.SimpleQueue()
-        self._writing, self._ended = threading.Lock(), ended
+        self._writing, self._ended, self._last = threading.Lock(), ended, time.monotonic()
         threading.Thread(target=self._run, name="frames", daemon=True).start()
+
+    def end_without_word(self, seconds: float) -> None:
+        """From now on take it for the end if nothing comes for so long."""
+
+        def run() -> None:
+            while time.monotonic() - self._last < seconds:
+                time.sleep(seconds / 10)
+            self._ended()
+
+        threading.Thread(target=run, name="silence", daemon=True).start()
 
     def get(self, timeout: float | None = None) -> Frame:
         """Wait for a frame that is not urgent. Raises queue.Empty: there is none within the time in seconds; Malformed."""
@@ -164,6 +184,10 @@ class Inbox:
         if isinstance(frame, Malformed):
             raise frame
         return frame
+
+    def begin(self, mark: bytes) -> None:
+        """Write a mark before the first frame."""
+        os.write(self._output, mark)
 
     def send(self, frame: Frame) -> None:
         """Send a frame. In any thread; in the end of the other side, this process ends."""
@@ -177,6 +201,7 @@ class Inbox:
         reader = Reader(self._input)
         try:
             while (frame := reader.read()) is not None:
+                self._last = time.monotonic()
                 if frame.urgent:
                     self.urgent(frame)
                 else:

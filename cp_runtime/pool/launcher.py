@@ -17,11 +17,14 @@ from functools import lru_cache
 from ..cache import cache_folder
 from ..errors import PoolError
 from ..system import system
+from .reached import INTERFACES
 
 log = logging.getLogger("context_parallel")
 
-# Variables that tell gloo, NCCL, Intel's oneCCL and Ascend's HCCL where to listen.
-_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "CCL_KVS_IFACE", "HCCL_SOCKET_IFNAME")
+OF_NCCL = {
+    "TORCH_NCCL_HIGH_PRIORITY": "1",  # so that a ring's transfers get processors of the device beside attention
+    "NCCL_LAUNCH_ORDER_IMPLICIT": "1",  # weights travel beside tokens, on a group of their own
+}
 # Variables that a launcher around ComfyUI may have left behind.
 _FOREIGN = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
 # Of the threads that compute on CPUs. Node packs set some for what they do themselves, when all ranks would compute on one thread.
@@ -64,12 +67,11 @@ def child_environment(device_type: str, world_size: int) -> dict[str, str]:
     """Return the environment of a rank. The UI process's own is never written."""
     env = {k: v for k, v in os.environ.items() if k not in _FOREIGN and not k.startswith(("TORCHELASTIC_", *_THREADS))}
     env |= {k: v for k, v in system.environment_at_start().items() if k.startswith(_THREADS)}
-    env |= dict.fromkeys(_INTERFACES, system.loopback())
+    env |= dict.fromkeys(INTERFACES, system.loopback())
     env["TORCHINDUCTOR_CACHE_DIR"] = _compiled_folder()
     env.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # in the rank itself: more would be processes that outlive it
     if device_type == "cuda":
-        env.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # so that a ring's transfers get processors of the device beside attention
-        env.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")  # weights travel beside tokens, on a group of their own
+        env = OF_NCCL | env
     if device_type == "cpu":
         env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size)))
         # glibc hands freed activations back to the kernel and faults them in again, in every block. Large ones it still may.

@@ -316,6 +316,7 @@ class Load(Request[Loaded]):
     report: ClassVar[type[Any]] = Loaded
     key: str  # of the recipe
     recipe: dict[str, Any]  # `comfy.shared.recipe.Recipe` as JSON
+    file: dict[str, Any] = field(default_factory=dict)  # by which another computer finds it: `comfy.shared.recipe.describe`
     patches: Tree
     patches_uuid: str
     placement: str = "whole"

@@ -9,14 +9,13 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from subprocess import _args_from_interpreter_flags as interpreter_options  # type: ignore[attr-defined]  # multiprocessing uses it
-from typing import Any, Protocol
+from typing import Any
 
 from ..system import system
-from .blocks import Shared
 from .config import WorkerSite
 from .frames import Frame, Malformed, Outbox, Reader
 from .launcher import LogPump
@@ -25,74 +24,52 @@ log = logging.getLogger("context_parallel")
 
 PROGRAM = Path(__file__).with_name("rank_program.py")
 _OWN = "CP_"  # names of variables that only our code reads, which a rank gets when it is told which one it is
-_SAME_ORDER = {"PYTHONHASHSEED": "0"}  # of sets of strings, on all ranks
+SAME_ORDER = {"PYTHONHASHSEED": "0"}  # of sets of strings, on all ranks
 
 Hear = Callable[[Frame | Malformed | None], None]
 """Takes what a rank sends, in the thread that reads it; at last None: it has ended."""
 
 
 class RankProcess:
-    """One rank's process.
+    """A child of this process that is a rank, or leads to one. It imports what ranks need, then waits to be told which one it is.
 
     Attributes:
         log: takes what it prints.
-        pid: 0 until it is known, on another machine.
+        pid: of the rank.
         returncode: None while it runs; then as that of `subprocess.Popen`.
-        error: what another machine says of its end.
+        error: why it ended, where its exit code says less.
+
+    Raises:
+        OSError, RuntimeError: the system has no room for it.
     """
 
-    def __init__(self, log: LogPump) -> None:
-        self.log = log
-        self.pid = 0
+    def __init__(self, command: list[str], environment: dict[str, str], site: dict[str, Any]) -> None:
         self.returncode: int | None = None
         self.error: Exception | None = None
         self._ended, self._lock = threading.Event(), threading.Lock()
-
-    def send(self, frame: Frame) -> None:
-        """Send it a frame. Never waits; nothing happens where it has ended."""
-        raise NotImplementedError
+        self._hear: Hear = lambda frame: None
+        with LogPump("rank") as self.log:
+            started: Future[tuple[int, Outbox]] = Future()
+            threading.Thread(
+                target=self._run, args=(started, command, environment), name="context-parallel-rank", daemon=True
+            ).start()
+            self._child, self._outbox = started.result()
+            self.pid = self._child
+        self.send(Frame(json.dumps(site).encode()))
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for its end; False if it runs on."""
         return self._ended.wait(timeout)
-
-    def send_signal(self, number: int) -> None:
-        """Send a signal, unless it has ended: its number may be another process's by then."""
-        with self._lock:
-            if self.returncode is None:
-                system.send_signal(self.pid, number)
 
     @property
     def state(self) -> str:
         """What the kernel says it does, such as "sleeping" or "stopped"; "gone" where there is no such process."""
         return system.process_state(self.pid)
 
-    def kill(self) -> None:
-        """End it now."""
-        self.send_signal(system.KILL)
-
-    def ended(self, status: int, error: Exception | None = None) -> None:
+    def ended(self, status: int) -> None:
         """Note that it has ended."""
-        self.returncode, self.error = status, error
+        self.returncode = status
         self._ended.set()
-
-
-class LocalProcess(RankProcess):
-    """A child of this process. It imports what ranks need, then waits to be told which one it is.
-
-    Raises:
-        OSError, RuntimeError: the system has no room for it.
-    """
-
-    def __init__(self, site: WorkerSite, environment: dict[str, str]) -> None:
-        self._hear: Hear = lambda frame: None
-        with LogPump("rank") as log:
-            super().__init__(log)
-            started: Future[tuple[int, Outbox]] = Future()
-            threading.Thread(target=self._run, args=(started, environment), name="context-parallel-rank", daemon=True).start()
-            self.pid, self._outbox = started.result()
-        message = {"parent": os.getpid(), "path": site.path, "argv": site.argv, "preload": site.preload}
-        self.send(Frame(json.dumps(message).encode()))
 
     def begin(self, spec: dict[str, Any], environment: dict[str, str], hear: Hear) -> None:
         """Have it be a rank. `spec`: see `worker.Worker`."""
@@ -104,22 +81,34 @@ class LocalProcess(RankProcess):
         self.send(Frame(json.dumps({**spec, "environment": environment}).encode()))
 
     def send(self, frame: Frame) -> None:
+        """Send it a frame. Never waits; nothing happens where it has ended."""
         self._outbox.put(frame)
 
-    def kill(self) -> None:
-        self._outbox.close()
-        super().kill()
+    def send_signal(self, number: int) -> None:
+        """Send a signal to the child, unless it has ended."""
+        with self._lock:
+            if self.returncode is None:  # else its number may be another process's
+                system.send_signal(self._child, number)
 
-    def _run(self, started: Future[tuple[int, Outbox]], environment: dict[str, str]) -> None:
+    def kill(self) -> None:
+        """End it now."""
+        self._outbox.close()
+        self.send_signal(system.KILL)
+
+    def greeted(self, reader: Reader) -> None:
+        """Take what comes before the frames of a rank."""
+
+    def _run(self, started: Future[tuple[int, Outbox]], command: list[str], environment: dict[str, str]) -> None:
         """Start it, read what it sends, and wait for its end, in the thread that must not end before: see `system.end_with`."""
         try:
-            process, outbox, source = _start(_SAME_ORDER | environment, self.log.fd)
+            process, outbox, source = _start(command, environment, self.log.fd)
         except BaseException as error:  # noqa: BLE001  (raised where it is waited for)
             started.set_exception(error)
             return
         started.set_result((process.pid, outbox))
         try:
             reader = Reader(source)
+            self.greeted(reader)
             while (frame := reader.read()) is not None:
                 self._hear(frame)
         except Malformed as error:
@@ -133,8 +122,21 @@ class LocalProcess(RankProcess):
         outbox.close()
 
 
-def _start(environment: dict[str, str], errors: int) -> tuple[subprocess.Popen[bytes], Outbox, int]:
-    """Start the program. Returns it, what writes to it, and the descriptor that it is read from. `errors`: that of its log."""
+class LocalProcess(RankProcess):
+    """A rank's process on this computer."""
+
+    def __init__(self, site: WorkerSite, environment: dict[str, str]) -> None:
+        command = [sys.executable, *interpreter_options(), "-u", str(PROGRAM)]
+        super().__init__(command, SAME_ORDER | environment, told(site))
+
+
+def told(site: WorkerSite) -> dict[str, Any]:
+    """Return what a rank is told first."""
+    return {"parent": os.getpid(), "path": site.path, "argv": site.argv, "preload": site.preload}
+
+
+def _start(command: list[str], environment: dict[str, str], errors: int) -> tuple[subprocess.Popen[bytes], Outbox, int]:
+    """Start a program. Returns it, what writes to it, and the descriptor that it is read from. `errors`: that of its log."""
     with contextlib.ExitStack() as kept, contextlib.ExitStack() as given:
 
         def pipe(reader: contextlib.ExitStack, writer: contextlib.ExitStack) -> tuple[int, int]:
@@ -144,7 +146,6 @@ def _start(environment: dict[str, str], errors: int) -> tuple[subprocess.Popen[b
             return ends
 
         (commands, target), (source, reports) = pipe(given, kept), pipe(kept, given)
-        command = [sys.executable, *interpreter_options(), "-u", str(PROGRAM)]
         process = system.start(command, environment, commands, reports, errors)
         try:
             outbox = Outbox(target)
@@ -196,22 +197,3 @@ class Waiting:
 
 
 WAITING = Waiting()
-
-
-class OtherMachine(Protocol):
-    """A machine that starts ranks."""
-
-    def start(self, spec: dict[str, Any], environment: dict[str, str], hear: Hear, shared: Shared) -> RankProcess:
-        """Ask for a rank and return at once: see `LocalProcess.begin`. `shared`: the memory that its spec names."""
-
-
-class OtherMachines(Protocol):
-    """The machines that have joined, as `machines.host` provides them; without them all ranks are here."""
-
-    @property
-    def here(self) -> Mapping[str, OtherMachine]:
-        """Those that are there now, by name."""
-
-    @property
-    def interface(self) -> dict[str, str]:
-        """Variables by which ranks of this machine reach those of the others."""

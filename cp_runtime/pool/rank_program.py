@@ -1,7 +1,8 @@
 """The program of a rank's process: imports what ranks need, then waits to be told which rank it is.
 
-Run by file name, as `python rank_program.py`, by `processes.LocalProcess`. Standard input and output are for frames; what a library
-prints goes to standard error. The folder of this file leaves `sys.path` at once: its modules would shadow others.
+Run by file name, as `python rank_program.py`, by `processes.LocalProcess`; with `there`, on another computer, by ssh. Standard
+input and output are for frames; what a library prints goes to standard error. The folder of this file leaves `sys.path` at once:
+its modules would shadow others.
 """
 
 import contextlib
@@ -19,6 +20,7 @@ from typing import Any, NoReturn
 RANK_NAME = "cp-rank-"
 """What the kernel calls a rank's process, and `top` with it; its number follows."""
 PACKAGE = "cp_runtime"
+SILENT = 10.0  # seconds without a frame after which a rank on another computer ends: the network is cut
 WORKER = f"{PACKAGE}.pool.worker"
 
 
@@ -60,15 +62,24 @@ def preload(modules: list[str]) -> None:
     gc.enable()
 
 
-def run() -> None:
-    """Be a rank. The first frame says what to import, the second one which rank."""
+def run(there: bool) -> None:
+    """Be a rank. The first frame says what to import, the second one which rank.
+
+    `there`: this computer is another one than ComfyUI's. The rank says first what is installed here.
+    """
+    if there:
+        import_by_name(f"{PACKAGE}.pool.there").be_child()
     system = import_by_name(f"{PACKAGE}.system").system
     frames = import_by_name(f"{PACKAGE}.pool.frames")
     inbox = frames.Inbox(ended=lambda: system.exit_now(0), urgent=lambda frame: None, arrived=watch_start)
+    if there:
+        inbox.end_without_word(SILENT)
     for stream in (sys.stdout, sys.stderr):  # pipes: elsewhere than in a terminal, not every system writes all letters
         stream.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]
     site = json.loads(inbox.get().header)
-    system.end_with(site["parent"])
+    system.end_with(os.getppid() if there else site["parent"])
+    if there:
+        own = import_by_name(f"{PACKAGE}.pool.reached").prepare(inbox, site)
     system.name_process("cp-waiting")
     set_search_path(site["path"])
     sys.argv = site["argv"]
@@ -78,6 +89,8 @@ def run() -> None:
     system.allow_open_files()
     os.environ.clear()
     os.environ.update(spec.pop("environment"))
+    if there:
+        os.environ.update(own)
     import_by_name(WORKER).run(spec, inbox)
 
 
@@ -90,7 +103,7 @@ def watch_start(frame: Any) -> None:
 def main() -> NoReturn:
     code = 1
     try:
-        run()
+        run(there=sys.argv[1:] == ["there"])
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)

@@ -328,6 +328,8 @@ class Worker:
 
 def _open_blocks(spec: dict[str, Any]) -> tuple[SharedBlock, SharedBlock] | None:
     """Return the memory of messages and results; None: it cannot be opened from here."""
+    if spec.get("host"):  # the same numbers lead to something else there
+        return None
     try:
         request, response = (SharedBlock(system.foreign_fd(*spec[name])) for name in ("request", "response"))
     except OSError as error:

@@ -28,7 +28,8 @@ from .collection import Collection, ModuleTimes, Outcome, SendCancel, SendLeave
 from .config import TIMEOUTS, RuntimeConfig, WorkerSite, split_device, timeout_of
 from .failures import connect_advice, connect_failure, death, missed_deadline, reported_failure
 from .frames import Buffer, Frame, Malformed
-from .launcher import as_host, child_environment, starting
+from .hosts import HostProcess, interface_to
+from .launcher import OF_NCCL, as_host, child_environment, starting
 from .messages import (
     Arrived,
     Beat,
@@ -52,9 +53,10 @@ from .messages import (
     unpack,
 )  # fmt: skip
 from .peers import FASTER, Connection, fallback_of, look_at_peers
-from .processes import WAITING, OtherMachine, OtherMachines, RankProcess
+from .processes import WAITING, RankProcess
 from .progress import Progress
 from .protocol import TensorPacker, read_tensor, unflatten
+from .reached import INTERFACES
 
 log = logging.getLogger("context_parallel")
 
@@ -62,6 +64,8 @@ IMPORTING, CONNECTING = "importing", "connecting"
 ACROSS = 9.0  # seconds that ranks of several machines have to connect: a firewall that drops packets gives no other answer
 PROBING = 10.0  # seconds that ranks have for the first messages over their devices' library
 COMPARING = 10.0  # seconds that they have to compare it with shared memory
+STOOD_STILL = 0.5  # seconds between two looks, after which this process was stopped, or had no processor
+READING = 0.5  # seconds that the threads which read have, after that, for what ranks sent meanwhile
 TICK = 0.02  # seconds between two looks at the caller's Cancel
 SHUTDOWN_GRACE = 5.0
 KEEP_BYTES = 64 << 20  # of shared memory for messages, and for results; more is given back
@@ -76,8 +80,7 @@ class CallCancelled(Exception):
 
 
 class WorkerPool:
-    """Persistent worker ranks. One caller at a time, except for `abort` and `progress`. `others`: machines that the config may name
-    devices of.
+    """Persistent worker ranks. One caller at a time, except for `abort` and `progress`.
 
     Attributes:
         command: the command that runs, or "start"; empty = none. From any thread.
@@ -90,13 +93,14 @@ class WorkerPool:
         load_timeout: seconds that ranks may take to load a model, and for a call in which they bring it to their devices.
         chosen: why they share memory although NCCL connects them; empty = they do not.
         fallback: how they may connect; its `reason` says why they do not as they would by default.
+        hosts: other computers with ranks that ssh has started.
         apart: ranks that cannot map this process's memory: bytes come and go in frames.
         peer_to_peer: whether their GPUs reach each other's memory; None before they connect and without NCCL.
     """
 
-    def __init__(self, config: RuntimeConfig, site: WorkerSite, others: OtherMachines | None = None) -> None:
+    def __init__(self, config: RuntimeConfig, site: WorkerSite) -> None:
         self.config, self.site = config, site
-        self._others = others if any(config.machines) else None
+        self.hosts = list(filter(None, dict.fromkeys(config.machines)))
         self.world_size = config.world_size
         self.alive = False
         self.command, self.last_command = "start", ""
@@ -167,13 +171,13 @@ class WorkerPool:
         self.apart = {rank for rank, report in enumerate(step(Import())) if not report.shares}
         self.stage = CONNECTING
         self.peer_to_peer = look_at_peers(self.config.local, way) if way.backend == "nccl" else None
-        limit = min(self._connect_timeout, math.inf if self._others is None else ACROSS)
-        port = self.shared.listen(self.world_size) if self.apart else 0
-        step(Connect(port=port), *((CONNECTING, limit) if self._others is not None or way.backend == self.config.native else ()))
+        limit = min(self._connect_timeout, ACROSS if self.hosts else math.inf)
+        port = self.shared.store_port(self.world_size) if self.apart else 0
+        step(Connect(port=port), *((CONNECTING, limit) if self.hosts or way.backend == self.config.native else ()))
         if way.backend != "gloo":
             step(Probe(), CONNECTING, min(PROBING, self._connect_timeout))
         backend = way.backend
-        if self.peer_to_peer is False and self.fallback.may_compare and self._others is None:
+        if self.peer_to_peer is False and self.fallback.may_compare and not self.hosts:
             self.fallback.comparing = True
             speed = step(Compare(), CONNECTING, min(COMPARING, self._connect_timeout))[0].speed
             self.fallback.comparing = speed > FASTER  # and while they first use it
@@ -348,37 +352,34 @@ class WorkerPool:
             process.kill()
 
     def _start_processes(self, way: Connection) -> None:
-        """Start the ranks of this machine, and ask other machines for theirs."""
+        """Start the ranks, here and on hosts."""
         environment, local = child_environment(self.config.device_type, len(self.config.local)), len(self.config.local)
-        across = {} if self._others is None else self._others.interface
-        hosts = self.config.shares_accelerators and self.config.backend == "nccl"
+        across = {name: interface_to(host) for host in self.hosts[:1] for name in INTERFACES}
+        as_hosts = self.config.shares_accelerators and self.config.backend == "nccl"
         self.stage = IMPORTING
         here = WAITING.take(self.site, environment, local)
         self.processes[:local] = here  # an earlier start's until now: the status must find one
-        for rank in range(self.world_size):
+        for rank, machine in enumerate(self.config.machines):
             device, only = system.seeing_only(split_device(self.config.devices[rank])[1])
             spec = self._spec(rank, way) | {"device": device}
-            own, hear = (
-                environment | way.environment | across | only | (as_host(rank) if hosts else {}),
-                partial(self._hear, self._heard, rank),
-            )
+            own = environment | way.environment | across | only | (as_host(rank) if as_hosts else {})
+            hear = partial(self._hear, self._heard, rank)
             if rank < local:
                 here[rank].begin(spec, own, hear)
             else:
-                self.processes[rank : rank + 1] = [self._machine(rank).start(spec, own, hear, self.shared)]
-
-    def _machine(self, rank: int) -> OtherMachine:
-        """Return the other machine of a rank. Raises PoolError: it is gone."""
-        name = self.config.machines[rank]
-        if self._others is None or (machine := self._others.here.get(name)) is None:
-            raise PoolError(f"the computer {name} is not there any more. Queue the prompt again: it runs on those that are.")
-        return machine
+                first = self.config.machines.index(machine) == rank
+                port = self.shared.store_port(self.world_size) if first else 0
+                process = HostProcess(
+                    machine, self.site, {name: own[name] for name in OF_NCCL.keys() & own} | way.environment, port
+                )
+                self.processes[rank : rank + 1] = [process]
+                process.begin(spec | {"host": machine}, way.environment | only, hear)
 
     def _spec(self, rank: int, way: Connection) -> dict[str, Any]:
         return {
             "rank": rank,
             "world_size": self.world_size,
-            "machines": self.config.machines if self._others is not None else (),
+            "machines": self.config.machines if self.hosts else (),
             "backend": way.backend,
             "shares": self.config.shares,
             "degrees": (self.config.batch_degree, self.config.sequence.ring_degree, self.config.sequence.ulysses_degree),
@@ -395,12 +396,15 @@ class WorkerPool:
 
     def _collect(self, what: str, began: float, timeout: float, cancelled: Callable[[], bool] | None) -> list[Report]:
         """Wait for the reports of all ranks on the last command."""
-        now, until = time.monotonic(), began + timeout
-        collection = Collection(world_size=self.world_size, began=now, timeout=until - now, compile_timeout=self.load_timeout)
-        times = ModuleTimes()
+        now = time.monotonic()
+        collection = Collection(
+            world_size=self.world_size, began=now, timeout=began + timeout - now, compile_timeout=self.load_timeout
+        )
+        times, woken = ModuleTimes(), -math.inf
         while True:
-            now = time.monotonic()
-            heard = self._wait(min(TICK, max(0.0, until - now)))
+            before, now = now, time.monotonic()
+            woken = now if now - before > STOOD_STILL else woken
+            heard = self._look()
             for rank, header, body in heard:
                 if isinstance(header, Exception):
                     raise header
@@ -424,7 +428,7 @@ class WorkerPool:
             times.note({rank: each.modules for rank, each in at.items()}, now)
             if self._aborted:
                 collection.abort()
-            step = collection.tick(now, quiet=not heard, compiling=compiling)
+            step = collection.tick(now, quiet=not heard and now - woken > READING, compiling=compiling)
             if isinstance(step, Outcome):
                 return self._conclude(step, what, timeout)
             if isinstance(step, SendLeave):
@@ -433,13 +437,12 @@ class WorkerPool:
                 step = collection.cancel(now, times.longest)
                 if isinstance(step, SendCancel):
                     self._tell(Cancel())
-            until = step.until
 
-    def _wait(self, seconds: float) -> list[tuple[int, Header | Exception | None, Buffer]]:
-        """Return what has come from ranks; wait for something for `seconds`."""
+    def _look(self) -> list[tuple[int, Header | Exception | None, Buffer]]:
+        """Return what has come from ranks; wait a moment for something."""
         found = []
         with contextlib.suppress(queue.Empty):
-            found.append(self._heard.get(timeout=seconds) if seconds > 0 else self._heard.get_nowait())
+            found.append(self._heard.get(timeout=TICK))
             while True:
                 found.append(self._heard.get_nowait())
         return found

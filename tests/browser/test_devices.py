@@ -40,17 +40,6 @@ def test_cpu_ranks_are_for_trying_out(browser_server, cards):
     assert browser_server.worker_pids() == pids
 
 
-def test_a_computer_that_comes_brings_its_devices(browser_server, page, cards):
-    status, found = browser_server.status(), browser_server.get(DEVICES)
-    more = [*found["devices"], {"name": "pc2/cpu", "title": "", "memory": 0}]
-    page.route(f"**{DEVICES}", lambda route: route.fulfill(json={**found, "devices": more}))
-    page.evaluate(TELL, {**status, "others": ["pc2/cpu"]})
-    expect(cards.locator("summary")).to_have_text("Devices: 3 of 3")
-    page.unroute(f"**{DEVICES}")
-    page.evaluate(TELL, status)
-    expect(cards.locator("summary")).to_have_text("Devices: 2 of 2")
-
-
 @MADE_UP_GPUS
 def test_gpus_have_names_memory_links_and_a_switch_that_writes_cp_config(browser_server, page, cards, picture):
     opened(cards)

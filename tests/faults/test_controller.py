@@ -1,9 +1,5 @@
 """The controller of the workers, with real pools and without ComfyUI."""
 
-import threading
-from functools import partial
-from types import SimpleNamespace
-
 from support.pools import make_pool
 
 from cp_runtime.controller.controller import Controller
@@ -26,36 +22,3 @@ def test_unload_raises_nothing_and_ends_the_workers():
     controller.unload(key)
     assert not workers.pool.alive
     assert "is above the limit" in controller.journal.last_error.message
-
-
-def test_ranks_end_quietly_where_one_of_their_computers_is_removed():
-    """Unless they compute: then the prompt that needs them fails, and says so."""
-    controller, closed = Controller(WorkerSite, lambda devices: None), []
-
-    class Pool:
-        config = SimpleNamespace(machines=("", "pc2"))
-        close = partial(closed.append, "closed")
-
-    def ranks():
-        controller.workers = SimpleNamespace(pool=Pool)
-        return controller.workers
-
-    workers = ranks()
-    controller.part_with("pc3")
-    assert (controller.workers, closed) == (workers, [])
-    computing, done = threading.Event(), threading.Event()
-
-    def compute():
-        with controller._lock:
-            computing.set()
-            done.wait(10)
-
-    thread = threading.Thread(target=compute)
-    thread.start()
-    assert computing.wait(10)
-    controller.part_with("pc2")
-    assert (controller.workers, closed) == (workers, [])
-    done.set()
-    thread.join()
-    controller.part_with("pc2")
-    assert (controller.workers, closed, controller.journal.last_error) == (None, ["closed"], None)

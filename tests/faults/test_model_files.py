@@ -156,8 +156,12 @@ FOLDERS = """
 import json, os, sys
 from support.package import load_package
 load_package()
-from cp_runtime.machines.joining import _model_folders
-print(json.dumps(list(_model_folders(os.environ["COMFYUI_PATH"], ["--cpu"]))))
+sys.path.insert(0, os.environ["COMFYUI_PATH"])
+sys.argv = ["main.py", "--cpu"]
+import comfy.options
+comfy.options.enable_args_parsing()
+from cp_runtime.comfy.rank.relocated import _model_folders
+print(json.dumps(list(_model_folders())))
 """
 
 

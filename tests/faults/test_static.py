@@ -31,7 +31,6 @@ DYNAMIC_IMPORTS = {
     ("cp_runtime/comfy/rank/factory.py", "_module"): "a file of a node pack that ComfyUI has imported",
     ("cp_runtime/engine/attention/kernels.py", "installed"): "callers pass literals, or a name of SAGE_MODES",
     ("cp_runtime/families/__init__.py", ""): "the files of its own folder",
-    ("cp_runtime/machines/join.py", "module"): "this package itself, and literals",
     ("cp_runtime/pool/rank_program.py", "import_by_name"): "a constant, or what the owner of the pool names",
     ("cp_runtime/pool/rank_program.py", "load_package"): "this package itself",
     ("cp_runtime/pool/worker.py", "_import"): "the owner of the pool names the module, among those of this package",
@@ -39,8 +38,10 @@ DYNAMIC_IMPORTS = {
 }
 # Uses of FORBIDDEN_CALLS, each with its reason.
 PROCESSES = {
-    ("cp_runtime/machines/listener.py", "__init__", "socket.create_server"): "on one address, once the user asked for it, or while "
-    "a computer joins; who connects proves the code",
+    ("cp_runtime/pool/blocks.py", "store_port", "socket.create_server"): "on loopback, where a rank cannot open the file of others",
+    ("cp_runtime/pool/blocks.py", "store_port", "torch.distributed.TCPStore"): "the same: nothing in it is unpickled",
+    ("cp_runtime/pool/worker.py", "_connect", "torch.distributed.TCPStore"): "its client",
+    ("cp_runtime/pool/there.py", "be_child", "os.fork"): "before anything is imported; the rank runs no other program",
 }
 
 

@@ -2,31 +2,24 @@
 
 import os
 import re
-import shutil
 import signal
 import statistics
 import subprocess
 import time
 from functools import partial
-from threading import Thread
 
 import pytest
 import torch
+from machines.conftest import FOUR, THERE, TWO, WIDE
 from safetensors.torch import save_file
-from support import checkpoints, preloaded
-from support.faults import Faults, Stopwatch, note, wait_for
+from support.faults import Stopwatch, note, wait_for
 from support.graphs import flux_prompt
-from support.joined import Joining
 from support.latents import TOLERANCE, assert_close, distance
 from support.node_graphs import SERVED, GraphCase, completed
 from support.processes import OtherPrograms
-from support.server import ComfyServer
 from support.vae_graphs import vae_prompt
 
-THERE = os.environ.get("CP_TEST_MACHINES", "")
-ADDRESS = "10.77.0.1:8289"
-WIDE, SLOW, SLOWEST = "flux_wide", "50mbit", "10mbit"  # a model with heads of 128 whose products take the time, and links
-TWO, FOUR = "cpu,pc2/cpu", "cpu,cpu,pc2/cpu,pc2/cpu"
+SLOW, SLOWEST = "50mbit", "10mbit"  # links
 AXES = {
     "ulysses 4": {"ulysses_degree": 4},
     "ring 4": {"ring_degree": 4},
@@ -36,53 +29,6 @@ AXES = {
 FAMILIES = list({module: name for name, (module, *_) in reversed(SERVED.items()) if module in (
     "flux", "wan", "qwen_image", "hydit", "cosmos", "chroma", "lumina", "aura", "mochi",
 )}.values())[:6]  # fmt: skip
-
-
-class Two:
-    """The server, and the computer that has joined it."""
-
-    def __init__(self, server, base, log, faults):
-        self.server, self.base, self._log, self.faults = server, base, log, faults
-        self.code = re.search(r"join\.py (\S+)", server.log_text())[1]
-        self.other = None
-
-    def join(self, code="", **options):
-        options = {"options": ("--base-directory", str(self.base)), "env": self.faults.environment, **options}
-        return Joining(code or self.code, self._log, cwd=self.server.comfyui_path, prefix=("ip", "netns", "exec", THERE), **options)
-
-    def state(self):
-        found = self.server.get("/context_parallel/machines")["machines"]
-        return found[0]["state"] if found else ""
-
-    def sent(self):
-        return self.server.get("/context_parallel/machines")["machines"][0]["sent"]
-
-    def restart(self):
-        """Ask for it. The answer comes with the new workers, which measure the link."""
-        Thread(target=self.server.post, args=("/context_parallel/restart",)).start()
-
-    def run(self, steps=2, devices=TWO, **settings):
-        return self.server.run(flux_prompt(cp={"devices": devices, "ranks_per_call": "all"}, steps=steps, **settings), timeout=120)
-
-
-@pytest.fixture(scope="session")
-def two(comfyui_path, checkpoints_dir, family_errors, tmp_path_factory):
-    preloaded.write_models("support.vaes", checkpoints_dir)
-    checkpoints.write_flux(WIDE, checkpoints_dir, hidden=1024, double_blocks=2, single_blocks=4)
-    base, faults = tmp_path_factory.mktemp("other"), Faults(tmp_path_factory.mktemp("faults"))
-    (base / "custom_nodes").mkdir()
-    shutil.copytree(checkpoints_dir, base / "models")
-    env = {"CP_MACHINES": ADDRESS, "OMP_NUM_THREADS": "1", **faults.environment}
-    with ComfyServer(comfyui_path, models=checkpoints_dir, args=["--use-pytorch-cross-attention"], env=env) as server:
-        made = Two(server, base, tmp_path_factory.mktemp("log") / "log", faults)
-        watch = Stopwatch("join")
-        made.other = made.join()
-        try:
-            wait_for(lambda: made.state() == "ready", 20)
-            watch.within(20, "join.py started to ready")
-            yield made
-        finally:
-            made.other.close()
 
 
 @pytest.mark.parametrize("weights", ["whole", "sharded"])
@@ -128,11 +74,11 @@ def test_parity_of_vaes(name, method, mode, size, devices, two):
 
 
 def test_a_vae_that_is_missing_there_is_named(two):
-    file = two.base / "models" / "vae" / "kl_vae.safetensors"
+    file = two.host.models / "vae" / "kl_vae.safetensors"
     file.rename(file.with_suffix(".away"))
     try:
         two.server.free_first()
-        words = f"pc2 has no model file kl_vae.safetensors. Copy it there, into {file}"
+        words = "pc2 has no model file kl_vae.safetensors. Copy it there, into "
         two.server.fails(vae_prompt("kl", "decode", "exact", devices=TWO), words)
     finally:
         file.with_suffix(".away").rename(file)
@@ -143,14 +89,13 @@ def test_a_vae_that_is_missing_there_is_named(two):
 def test_a_model_file_that_is_overwritten_there(weights, two):
     """While its ranks use it, and with its time put back. Then it is another one than here, until it is copied again."""
     prompt = flux(TWO, weights=weights)
-    file, expected = two.base / "models" / "diffusion_models" / "flux.safetensors", two.server.sample(prompt(), timeout=120)
+    file, expected = two.host.models / "diffusion_models" / "flux.safetensors", two.server.sample(prompt(), timeout=120)
     before, content = file.stat(), file.read_bytes()
     with file.open("r+b") as opened:
         opened.seek(-4096, os.SEEK_END)
         opened.write(bytes(4096))
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     error = two.server.fails(prompt(), f"{file} changed on disk after ComfyUI had loaded it", timeout=60).exception_message
-    assert "(on the computer pc2 (10.77.0.2))" in error
     error = two.server.fails(prompt(), "pc2 has another model file flux.safetensors than ComfyUI's", timeout=60).exception_message
     copy = re.search(r"Copy it again: scp (\S+) pc2:(\S+\.new) && ssh pc2 'mv (\S+) (\S+)'", error)
     assert copy.groups()[1:] == (f"{file}.new", f"{file}.new", str(file))
@@ -232,49 +177,11 @@ def test_measure(devices, weights, two):
     assert not two.server.status()["speed"]["measuring"]
 
 
-RANK_FAULTS = {
-    "error": "rank 1 (pid {pid}) failed: RuntimeError: injected: error (on the computer pc2 (10.77.0.2))",
-    "kill": "rank 1 (pid {pid}) failed: SIGKILL: on the computer pc2 (10.77.0.2): the process ended with SIGKILL. The",
-    "uncaught": "raise error\nBaseException: injected: uncaught",  # what it wrote last
-    "sleep": "rank 1 (pid {pid}) is furthest behind",
-    "stop": "rank 1 (pid {pid}) is furthest behind",
-}
-
-
-@pytest.mark.parametrize("kind", RANK_FAULTS)
-def test_a_rank_there_that_fails_is_named(kind, two):
-    """As one here would be. Its computer stays."""
-    prompt = flux(TWO, step_timeout=3.0 if kind in ("sleep", "stop") else 60.0)
-    expected = two.server.sample(prompt(), timeout=120)
-    pid = two.server.status()["ranks"][1]["pid"]
-    two.faults.arm(1, kind, module=3)
-    message = two.server.fails(prompt(), RANK_FAULTS[kind].format(pid=pid)).exception_message
-    if kind in ("sleep", "stop"):
-        assert ("faulty_worker.py" in message) == (kind == "sleep")  # one that is stopped writes no stack
-    assert two.state() == "ready"
-    assert_close(two.server.sample(prompt(), timeout=60), expected)
-
-
 def test_memory_that_runs_out_there_is_made(two):
     expected = two.server.sample(flux(TWO)(), timeout=120)
     two.faults.arm(1, "oom", module=3)
     assert_close(two.server.sample(flux(TWO)(), timeout=60), expected)
     assert "rank 1 ran out of memory; making room" in two.server.log_text()
-
-
-def test_bytes_of_a_call(two):
-    """A call's latent and timestep cross once; conditioning does not again."""
-    size = {"width": 1024, "height": 512, "cfg": 1.0}
-    two.run(steps=2, **size).check()
-    sent = []
-    for steps in (1, 3):
-        before = two.sent()
-        two.run(steps=steps, **size).check()
-        sent.append(two.sent() - before)
-    formula = 16 * 128 * 64 * 4 + 64  # the latent in float32, and a timestep in a block of its own
-    ratio = (sent[1] - sent[0]) / 2 / formula
-    note("bytes between the computers", "per call, over latent and timestep", 1.02, ratio)
-    assert 0.99 < ratio <= 1.02
 
 
 @pytest.fixture(scope="session")
@@ -336,13 +243,13 @@ def test_the_first_call_over_a_slow_link_stays_here(devices, here, two):
     took, choices = {}, {}
     limit(SLOWEST)
     try:
-        two.server.post("/context_parallel/restart")
+        two.server.post("/context_parallel/restart", timeout=120)
         for ranks in ("auto", "all"):
             ran = two.server.run(prompt(cp={"devices": devices, "ranks_per_call": ranks}), timeout=300).check()
             took[ranks], choices[ranks] = ran.report["seconds_per_call"], ran.report["choice"]
     finally:
         limit("1gbit")
-        two.server.post("/context_parallel/restart")
+        two.server.post("/context_parallel/restart", timeout=120)
         two.server.post("/context_parallel/settings", {"measure": True})
     note(
         f"a first run over {SLOWEST}",
@@ -385,58 +292,5 @@ def test_nothing_waits_for_what_is_on_its_way(fault, two, lora):
         limit("1gbit")
     if not status:
         two.server.start()
-    wait_for(lambda: two.state() == "ready", 30)
     stock = two.server.sample(flux_prompt(ckpt=WIDE, width=64, height=64, steps=1, loras=[lora]), timeout=120)
     assert_close(two.server.latent(two.server.run(prompt, timeout=120).check()), stock)
-
-
-def cable(up):
-    subprocess.run(["ip", "netns", "exec", THERE, "ip", "link", "set", "vb", "up" if up else "down"], check=True)
-
-
-FAULTS = {
-    "SIGTERM": lambda two: two.other.signal(signal.SIGTERM),
-    "SIGKILL": lambda two: two.other.signal(signal.SIGKILL),
-    "SIGSTOP": lambda two: two.other.signal(signal.SIGSTOP),
-    "cable pulled": lambda two: cable(False),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_computer_that_goes_away_comes_back(fault, two):
-    """In the middle of a prompt: an error with its name, then what is left, then all again."""
-    expected = two.server.latent(two.run().check())
-    running = two.server.queue(flux_prompt(cp={"devices": TWO, "ranks_per_call": "all"}, steps=900, width=256, height=256))
-    two.server.wait_for_step(running)
-    watch = Stopwatch(fault)
-    FAULTS[fault](two)
-    failed = two.server.wait(running, timeout=60)
-    watch.within(10, "to the error")
-    assert failed.error is not None
-    assert "the computer pc2 (10.77.0.2)" in failed.error.exception_message
-    left = two.server.run(flux_prompt(cp={}), timeout=60).check()
-    assert_close(two.server.latent(left), expected)
-    watch = Stopwatch(fault)
-    if fault == "cable pulled":
-        cable(True)
-    else:
-        two.other.close()
-        two.other = two.join()
-    wait_for(lambda: two.state() == "ready", 30)
-    watch.within(30, "back to ready")
-    assert_close(two.server.latent(two.run().check()), expected)
-    watch.within(40, "back to a picture")
-
-
-def test_a_wrong_code_is_refused(two, tmp_path):
-    other = two.join(f"{ADDRESS}/wrong", name="pc9")
-    assert other.process.wait(30) == 1
-    assert "does not accept this code" in other.text
-
-
-def test_comfyui_ends_and_comes_back(two):
-    two.server.stop()
-    two.server.start()
-    seconds = wait_for(lambda: two.state() == "ready", 30)
-    note("ComfyUI started again", "to ready", 30, seconds, "s")
-    two.run().check()

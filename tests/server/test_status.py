@@ -1,6 +1,5 @@
 """What users and the frontend can ask about the workers, and the restart, on ComfyUI's own server and under its rules."""
 
-import json
 import os
 import re
 import signal
@@ -15,9 +14,7 @@ from support.node_graphs import assert_right
 from cp_runtime.version import VERSION
 
 CP = {"world_size": 2}
-STATUS, RESTART, MEASURE, SETTINGS, MACHINES = (
-    f"/context_parallel/{name}" for name in ("status", "restart", "measure", "settings", "machines")
-)
+STATUS, RESTART, MEASURE, SETTINGS = (f"/context_parallel/{name}" for name in ("status", "restart", "measure", "settings"))
 BYPASSED, WAITING = "without Context Parallel in this run", "waiting for this run"
 LONG = {"width": 512, "height": 512, "steps": 60}
 
@@ -49,20 +46,13 @@ def test_what_the_panel_chooses_holds_for_graphs_without_a_config_and_starts_not
     assert off_server.worker_pids() == []
 
 
-@pytest.mark.parametrize("path", [SETTINGS, MACHINES])
+@pytest.mark.parametrize("path", [SETTINGS])
 def test_a_body_that_is_no_object_is_refused(off_server, path):
     for wrong in (b"", b"{", b"\xff", b"[" * 100_000, b"null", b"1", b'"add"', b'["devices"]'):
         code, answer = off_server.answer(path, "POST", data=wrong, headers={"Content-Type": "application/json; charset=none"})
         assert code == 400
         assert answer["error"].startswith("body: Send a JSON object. Got ")
         assert answer["error"].endswith("allowed: a JSON object.")
-
-
-@pytest.mark.parametrize("wrong", [{}, {"add": 1}, {"add": None}, {"remove": ["pc2"]}, {"add": "127.0.0.2:1", "remove": "pc2"}])
-def test_machines_are_added_or_removed_by_text(off_server, wrong):
-    code, answer = off_server.answer(MACHINES, "POST", data=json.dumps(wrong).encode())
-    assert (code, answer["error"].partition(" Got ")[0]) == (400, "machines: Send one of the two, as text.")
-    assert not off_server.get(MACHINES)["listens"]
 
 
 def test_no_worker_yet(off_server):
@@ -75,7 +65,6 @@ def test_no_worker_yet(off_server):
         "weights": {},
         "memory": {},
         "ranks": [],
-        "others": [],
     }
     nothing |= {"compiling": False}
     nothing |= dict.fromkeys(("alone", "backend", "peer_to_peer", "pace", "last_call", "last_vae_call", "starting", "loading"))
@@ -292,6 +281,8 @@ def test_a_repetition_on_one_device_ends_like_any_call(pool_server, expected, fa
     same. It is one call, not the first."""
     pids = assert_right(pool_server, expected)
     before = pool_server.answer(MEASURE, "POST")[1]["status"]["last_call"]
+    if way == "out of memory":
+        faults.arm(1, "slow", module=1, seconds=0.3, times=2)  # two calls: the status is some tenths of a second old
     prompt_id = pool_server.queue(flux_prompt(cp=CP, width=640, height=512, steps=3))
     if way == "cancel":
         pool_server.wait_status(lambda status: status["activity"] == "measuring a call on one device…")
@@ -316,9 +307,7 @@ def test_a_repetition_on_one_device_ends_like_any_call(pool_server, expected, fa
     assert assert_right(pool_server, expected) == pids
 
 
-@pytest.mark.parametrize(
-    "path", [STATUS, RESTART, MEASURE, f"/api{STATUS}", f"/api{RESTART}", f"/api{MEASURE}", SETTINGS, MACHINES]
-)
+@pytest.mark.parametrize("path", [STATUS, RESTART, MEASURE, f"/api{STATUS}", f"/api{RESTART}", f"/api{MEASURE}", SETTINGS])
 @pytest.mark.parametrize("headers", [{"Origin": "http://evil.example"}, {"Sec-Fetch-Site": "cross-site"}], ids=["origin", "fetch"])
 def test_other_sites_are_refused(pool_server, expected, path, headers):
     pids = assert_right(pool_server, expected)

@@ -81,7 +81,7 @@ vars(args).update(dict.fromkeys(RECORDING, False))
 with unrecorded(args):
     found["in a call"] = recorded()
 found["after a call"] = recorded()
-rank = SimpleNamespace(device=torch.device("cpu"), rank=0, loading_hook=lambda: None)
+rank = SimpleNamespace(device=torch.device("cpu"), rank=0, spec={}, loading_hook=lambda: None)
 make_service(rank)
 found["on a rank"] = recorded()
 found["aimdo on a rank"] = comfy.memory_management.aimdo_enabled

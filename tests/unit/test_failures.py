@@ -3,6 +3,7 @@
 import re
 import signal
 import time
+from threading import Event, Lock
 from types import SimpleNamespace
 
 import pytest
@@ -23,10 +24,13 @@ KILLED, LOST_ITS_PEER = -signal.SIGKILL, 1
 
 def ended(*codes):
     """Ranks that ended so."""
-    processes = [RankProcess(SimpleNamespace(finish=list, stacks=[])) for _ in codes]
-    for number, (process, code) in enumerate(zip(processes, codes, strict=True)):
-        process.pid = 100 + number
+    processes = []
+    for number, code in enumerate(codes):
+        process = RankProcess.__new__(RankProcess)
+        process.log, process.pid, process.error = SimpleNamespace(finish=list, stacks=[]), 100 + number, None
+        process._outbox, process._lock, process._ended = SimpleNamespace(close=lambda: None), Lock(), Event()
         process.ended(code)
+        processes.append(process)
     return processes
 
 

@@ -36,7 +36,7 @@ def test_import_without_what_only_linux_has(run_program, comfyui_path):
     run_program(CODE.format(missing=MISSING), str(comfyui_path))
 
 
-LATER = r"torch\._dynamo$|cp_runtime\.(diffusers\.api|machines)|torch\.distributed\.elastic"
+LATER = r"torch\._dynamo$|cp_runtime\.(diffusers\.api|pool\.hosts)|torch\.distributed\.elastic"
 
 
 def test_the_worker_imports_neither_the_compiler_nor_what_other_machines_need():

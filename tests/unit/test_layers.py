@@ -28,11 +28,10 @@ LAYERS = {
     "vaes": {*ENGINE, "vaes"},
     "pool": {*ENGINE, "pool"},
     "timing": {*ENGINE, "timing"},
-    "machines": {*ENGINE, "pool", "machines"},
     "controller": {*ENGINE, "pool", "timing", "controller"},
     "comfy/shared": {*BELOW_COMFY, "comfy/shared"},
     "comfy/rank": {*BELOW_COMFY, "comfy/shared", "comfy/rank"},
-    "comfy/ui": {*BELOW_COMFY, "timing", "machines", "controller", "comfy/shared", "comfy/ui"},
+    "comfy/ui": {*BELOW_COMFY, "timing", "controller", "comfy/shared", "comfy/ui"},
 }
 PACKAGE = ROOT / "cp_runtime"
 

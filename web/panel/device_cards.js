@@ -46,7 +46,7 @@ export function deviceCards(prefer) {
   }
 
   element.update = (now) => {
-    if (now && (!status || String(now.others) !== String(status.others))) look();
+    if (now && !status) look();
     status = now;
     if (now && working !== (now.state !== "off")) {
       working = now.state !== "off";

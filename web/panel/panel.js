@@ -4,7 +4,6 @@ import { details } from "./details.js";
 import { deviceCards } from "./device_cards.js";
 import { button, hint, labelledSwitch, make, renew, seconds } from "./elements.js";
 import { errorCard, pastErrors } from "./error_card.js";
-import { otherComputers } from "./machines.js";
 import { rankList } from "./ranks.js";
 import { find, t } from "./texts.js";
 import { label, toggle, usesAll } from "../use_all_gpus.js";
@@ -34,8 +33,7 @@ export function makePanel({ restart, measure, prefer }) {
   const byItself = labelledSwitch(t("measure_by_itself"), t("hint.measure_by_itself"), (measure) => prefer({ measure }));
   const past = pastErrors();
   const more = make("details", "cp-details", null, make("summary", "", t("details")), list, byItself, past);
-  const others = otherComputers();
-  const element = make("div", "cp-panel", null, first, decoded, held, head, activity, error, use, devices, body, others, more, live);
+  const element = make("div", "cp-panel", null, first, decoded, held, head, activity, error, use, devices, body, more, live);
   element.dataset.testid = "context-parallel-panel";
 
   let stoppable = false; // whether a measurement waits or goes on
@@ -85,7 +83,7 @@ export function makePanel({ restart, measure, prefer }) {
     renew(list, working ? details(now) : []);
     byItself.set(now?.settings.measure ?? true);
     past.update(now?.errors ?? []);
-    more.hidden = others.hidden = !now;
+    more.hidden = !now;
   };
   return element;
 }

@@ -48,6 +48,7 @@ from .model import Mirror
 from .packs import FAILED, import_packs
 from .patches import ATTACHED, attach_network
 from .quantised import own_formats, shared_scales
+from .relocated import recipe_of
 from .texts import texts_that_fit
 
 log = logging.getLogger("context_parallel.worker")
@@ -57,10 +58,10 @@ ALONE = {"ulysses": 1, "ring": 1, "batch": 1}
 
 
 class Mirrors:
-    """All models on this rank, by the key of their recipe."""
+    """All models on this rank, by the key of their recipe. `host`: see `relocated.recipe_of`."""
 
-    def __init__(self, device: torch.device, progress: LoadProgress) -> None:
-        self.device, self.progress = device, progress
+    def __init__(self, device: torch.device, progress: LoadProgress, host: str = "") -> None:
+        self.device, self.progress, self.host = device, progress, host
         self.entries: dict[str, Mirror] = {}
 
     def load(self, request: Load, block: Tensor, mesh: BatchMesh) -> Loaded:
@@ -72,7 +73,7 @@ class Mirrors:
             self.drop([key])
         mirror = self.entries.get(key)
         if mirror is None:
-            recipe = Recipe.from_json(request.recipe)
+            recipe = recipe_of(request, self.host)
             ranks = None if placement == WHOLE else mesh.sequence().weights
             # Calls that compute on the host would convert again and again.
             patcher, missing, files = self._load_file(recipe, cast_later=ranks is not None or self.device.type != "cpu")

@@ -31,7 +31,7 @@ def make_service(worker: Worker) -> Mapping[type[Request[Any]], Handler]:
     from .memory import LoadProgress
     from .mirrors import Mirrors
 
-    return ModelService(worker, Mirrors(worker.device, LoadProgress(worker.loading_hook()))).handlers
+    return ModelService(worker, Mirrors(worker.device, LoadProgress(worker.loading_hook()), worker.spec.get("host", ""))).handlers
 
 
 class ModelService:

@@ -42,7 +42,7 @@ from .obstacles import check_model, check_stages
 from .progress import with_cancel
 from .recipes import recipe_of
 from .residency import convert, give_back, make_way
-from .runtime import CONTROLLER, model_folders, reloading_changed_files
+from .runtime import CONTROLLER, describe_file, model_folders, reloading_changed_files
 from .target import Target
 
 log = logging.getLogger("context_parallel")
@@ -304,7 +304,9 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         if notes.files is None or notes.files[0] is not recipe:
             notes.files = recipe, place_of(recipe.path, model_folders())[1], ModelFiles(recipe.files.items())
         fingerprint = ModelFingerprint(self)
-        target = Target(self, *notes.files, self.cp_run.call_memory, encode_weight_patches, fingerprint)
+        target = Target(
+            self, *notes.files, self.cp_run.call_memory, encode_weight_patches, fingerprint, lambda: describe_file(recipe.as_json())
+        )
         notes.key = target.key
         if notes.run != self.cp_run.number:
             notes.run = self.cp_run.number

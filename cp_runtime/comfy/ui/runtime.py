@@ -1,5 +1,5 @@
 """The controller of this process, the one owner of its ranks; the devices that they may use; where they find this process's ComfyUI
-and its models; and other machines that work for it. Nothing listens or runs before someone asks for it."""
+and its models. Nothing runs before someone asks for it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,7 @@ import torch
 from comfy.cli_args import args
 
 from ...controller.controller import Controller
-from ...errors import ChangedFileError, ConfigError, ContextParallelError, RankError, bad_value, check_switch
-from ...machines.facts import check_system, facts_of
-from ...machines.host import Machines
-from ...machines.wire import parse_address
+from ...errors import ChangedFileError, ConfigError, RankError, bad_value, check_switch
 from ...pool.config import DeviceInventory, RuntimeConfig, WorkerSite, has_code
 from ...pool.launcher import child_environment
 from ...pool.peers import is_p2p_disabled, without_peer_access
@@ -55,11 +52,10 @@ PRELOAD = (
 imported, so every rank does that on its own, unless the device is the CPU."""
 PRELOAD_CPU = (*PRELOAD, "cp_runtime.comfy.rank.preload")
 CONFIG = "CPConfig"  # the node
-MACHINES = "CP_MACHINES"  # environment variable with the address and port to listen on for other machines
 
 
 def device_inventory() -> DeviceInventory:
-    """Return the devices of the type that ComfyUI itself runs on, and those of other machines."""
+    """Return the devices of the type that ComfyUI itself runs on."""
     kind = comfy.model_management.get_torch_device().type
     try:
         count = 0 if kind == "cpu" else torch.get_device_module(kind).device_count()
@@ -67,8 +63,8 @@ def device_inventory() -> DeviceInventory:
         count = 1
     if kind == "cuda":
         gpus = cuda_gpus(count)
-        return DeviceInventory(type=kind, count=len(gpus), others=OTHERS.devices, too_old=_too_old(gpus))
-    return DeviceInventory(type=kind, count=count, others=OTHERS.devices)
+        return DeviceInventory(type=kind, count=len(gpus), too_old=_too_old(gpus))
+    return DeviceInventory(type=kind, count=count)
 
 
 @dataclass(frozen=True)
@@ -114,11 +110,6 @@ def _too_old(gpus: tuple[Gpu, ...]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def are_here(config: RuntimeConfig) -> bool:
-    """Return whether all machines of a config are still there."""
-    return set(filter(None, config.machines)) <= OTHERS.here.keys()
-
-
 def default_config() -> RuntimeConfig:
     """Return the config of a node without a CP Config: the devices that were chosen in the panel, or every device where these are
     gone, and all choices automatic."""
@@ -160,7 +151,7 @@ def found_devices() -> dict[str, Any]:
     indirect = (pairs if blocked else without_peer_access(names)) if inventory.type == "cuda" else None
     gpus = () if inventory.type == "cpu" else range(2, len(names) + 1)
     return {
-        "devices": own + [{"name": name, "title": "", "memory": 0} for name in inventory.others],
+        "devices": own,
         "indirect": indirect,
         "expected": {count: [f"{times:.1f}" for times in expected(count, not indirect)] for count in gpus},
         "reason": None if reason is None else reason.described,
@@ -213,12 +204,8 @@ def import_ahead(nodes: Set[str], prompt: Any) -> Any:
     return prompt
 
 
-def _facts() -> dict[str, Any]:
-    root = os.path.dirname(os.path.abspath(folder_paths.__file__))
-    return facts_of(root, comfy.model_management.get_torch_device().type)
-
-
-def _describe(recipe: dict[str, Any]) -> dict[str, Any]:
+def describe_file(recipe: dict[str, Any]) -> dict[str, Any]:
+    """Say what the file of a recipe is, for other computers: see `recipe.describe`."""
     return describe(recipe, model_folders())
 
 
@@ -236,25 +223,5 @@ def reloading_changed_files() -> Iterator[None]:
         raise
 
 
-OTHERS = Machines(_facts, _describe)
-CONTROLLER = Controller(worker_site, free_for_ranks, OTHERS)
-atexit.register(OTHERS.close)
+CONTROLLER = Controller(worker_site, free_for_ranks)
 atexit.register(CONTROLLER.close)
-
-
-def add_machines(address: str) -> str:
-    """Listen for other machines on `address:port`, and return the code for them. Raises ContextParallelError."""
-    check_system()
-    return str(OTHERS.open(*parse_address(address)))
-
-
-def add_if_asked() -> None:
-    """Listen for other machines where ComfyUI's environment says so, and put the code into the log."""
-    if address := os.environ.get(MACHINES, "").strip():
-        try:
-            code = add_machines(address)
-        except ContextParallelError as error:
-            log.error("%s", error)
-            return
-        program = "custom_nodes/comfyui-context-parallel/cp_runtime/machines/join.py"
-        log.warning("another computer can work for this ComfyUI. In its ComfyUI's folder: python %s %s", program, code)

@@ -16,9 +16,8 @@ from aiohttp import web
 from ...controller.journal import public_message
 from ...controller.run_stats import Node
 from ...errors import ContextParallelError, bad_value
-from ...machines.wire import own_address
 from ...words import ENGLISH, Words, words_in
-from .runtime import CONTROLLER, OTHERS, add_machines, found_devices, prefer
+from .runtime import CONTROLLER, found_devices, prefer
 from .status import activity, ending, node_text, status
 
 log = logging.getLogger("context_parallel")
@@ -92,29 +91,6 @@ def add_routes(server: Any) -> None:
         while len(LANGUAGES) > MOST:
             del LANGUAGES[next(iter(LANGUAGES))]
         return web.json_response({"error": None})
-
-    @routes.get("/context_parallel/machines")
-    async def get_machines(_: web.Request) -> web.Response:
-        """Return other machines that work for this ComfyUI, or try to: `{"listens": …, "address": …, "machines": […]}`, without the
-        code. `address`: this computer's in its network."""
-        found = OTHERS.status()
-        return web.json_response({"listens": found["code"] is not None, "address": own_address(), "machines": found["machines"]})
-
-    @routes.post("/context_parallel/machines")
-    async def post_machines(request: web.Request) -> web.Response:
-        """`{"add": "address:port"}` listens there and answers with the code for the other machine; `{"remove": name}` removes one,
-        and with the last one stops listening. 400 where that fails: `{"error": …}`."""
-        try:
-            asked = await _asked(request)
-            if asked.keys() not in ({"add"}, {"remove"}) or not all(isinstance(value, str) for value in asked.values()):
-                raise bad_value("machines", asked, '{"add": "address:port"} or {"remove": name}', "Send one of the two, as text.")
-            if "remove" in asked:
-                await asyncio.to_thread(CONTROLLER.part_with, asked["remove"])
-                await asyncio.to_thread(OTHERS.remove, asked["remove"])
-                return web.json_response({"code": None})
-            return web.json_response({"code": await asyncio.to_thread(add_machines, asked["add"])})
-        except ContextParallelError as error:
-            return web.json_response({"error": public_message(error)}, status=400)
 
 
 async def _asked(request: web.Request) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from ...pool.worker_pool import WorkerPool
 from ...system import system
 from ...version import VERSION
 from ...words import ENGLISH, Words, words_in
-from .runtime import CONTROLLER, OTHERS, nothing_to_share
+from .runtime import CONTROLLER, nothing_to_share
 
 LINGER = 1.0
 """Seconds that a state outlasts a command within a prompt. Between two commands the ranks are idle for a moment."""
@@ -42,7 +42,7 @@ def status(server: Any) -> dict[str, Any]:
         "pace": None, "last_call": None, "last_vae_call": None, "ranks": [], "version": VERSION, "speed": speed,
         "last_error": _failure(journal.last_error), "errors": [_failure(each) for each in list(journal.errors)],
         "alone": alone and alone.described,
-        "settings": asdict(CONTROLLER.preferences.chosen), "others": [*OTHERS.devices],
+        "settings": asdict(CONTROLLER.preferences.chosen),
     }  # fmt: skip
     if workers is None:
         return found

@@ -57,6 +57,7 @@ class Target:
         call_memory: bytes that ComfyUI expects a call to take on one device.
         encode: makes plain data and tensors of weight patches. Raises MirrorError if one cannot be sent.
         fingerprint: of its code and its modules.
+        describe: says what its file is, for other computers: see `recipe.describe`.
     """
 
     patcher: Any
@@ -66,6 +67,7 @@ class Target:
     call_memory: float
     encode: Callable[[Any], list[Any]]
     fingerprint: Fingerprint
+    describe: Callable[[], dict[str, Any]] = dict
 
     @property
     def key(self) -> str:

@@ -34,7 +34,7 @@ from .fingerprints import check_code, check_state
 from .notes import notes_of
 from .patcher import RUNS, ContextParallelPatcher, Run, executing_node, raise_or_warn
 from .recipes import recipe_of
-from .runtime import CONTROLLER, are_here, default_config, nothing_to_share
+from .runtime import CONTROLLER, default_config, nothing_to_share
 
 log = logging.getLogger("context_parallel")
 
@@ -71,7 +71,7 @@ def run_vae(
         raise bad_value("vae", vae, "a VAE", "Connect Load VAE or Load Checkpoint.")
     if config is None:
         workers = CONTROLLER.workers
-        config = workers.pool.config if workers is not None and are_here(workers.pool.config) else default_config()
+        config = workers.pool.config if workers is not None else default_config()
     if not isinstance(config, RuntimeConfig):
         raise bad_value("cp_config", config, "the output of a CP Config node", "Connect one, or leave it open.")
     if mode not in MODES:

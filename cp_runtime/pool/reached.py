@@ -1,0 +1,46 @@
+"""What a rank on another computer does before it imports anything: it says what is installed, and connects by the right network."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from .facts import facts_of
+from .frames import Frame, Inbox
+
+MARK = b"\0context parallel\0"  # before the first frame: a shell may print something when it starts
+# Variables that tell gloo, NCCL, Intel's oneCCL and Ascend's HCCL where to listen.
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "CCL_KVS_IFACE", "HCCL_SOCKET_IFNAME")
+_FOLDERS = ("base", "models", "input", "output", "temp", "user")
+_FILES = ("extra-model-paths-config", "front-end-root", "database-url", "tls-keyfile", "tls-certfile")
+_PATHS = (*(f"--{name}-directory" for name in _FOLDERS), *(f"--{name}" for name in _FILES))
+CONNECTION = "SSH_CONNECTION"  # environment variable of sshd: addresses and ports of client and server
+
+
+def prepare(inbox: Inbox, site: dict[str, Any]) -> dict[str, str]:
+    """Say which process this is and what is installed here. Returns this computer's own environment of a rank. `site`: see
+    `processes.told`; its first folder is ComfyUI's."""
+    site["argv"] = without_paths(site["argv"])
+    inbox.begin(MARK)
+    inbox.send(Frame(json.dumps({"pid": os.getpid(), "facts": facts_of(next(iter(site["path"]), ""))}).encode()))
+    return {**os.environ, **dict.fromkeys(INTERFACES, interface_of(os.environ[CONNECTION].split()[2]))}
+
+
+def interface_of(address: str) -> str:
+    """Return the name of this computer's network interface with an address."""
+    import psutil  # a requirement of ComfyUI
+
+    found = (name for name, each in psutil.net_if_addrs().items() if any(own.address == address for own in each))
+    return next(found, "lo")
+
+
+def without_paths(options: Sequence[str]) -> list[str]:
+    """Return ComfyUI's options without those that name folders and files of another computer."""
+    kept, drops = [], False
+    for option in options:
+        drops = option.partition("=")[0] in _PATHS if option.startswith("--") else drops
+        if not drops:
+            kept.append(option)
+    return kept
