@@ -198,16 +198,18 @@ class WorkerPool:
         ranks = ", ".join(f"rank {rank} pid {self.pids[rank]} on {device}" for rank, device in enumerate(self.config.devices))
         log.info("started %d ranks in %.1f s (%s): %s", self.world_size, self.seconds["start"], steps, ranks)
 
-    def _send(self, request: Request[Any], seconds: float, block: Tensor | None = None, kept: Tensor | None = None) -> None:
-        """Send a command to all ranks, which may take so long. `block`: its tensors, in shared memory. `kept`: see `request`."""
-        header = pack(request, self._seq + 1, 0 if block is None else block.nbytes, max(1e-3, seconds))
-        tensors = block if kept is None else kept
-        by_value = Frame(header, b"" if tensors is None else tensors.numpy().data)
+    def _send(self, request: Request[Any], seconds: float, nbytes: int = 0, kept: Tensor | None = None) -> None:
+        """Send a command to all ranks, which may take so long. `nbytes`: of its tensors in shared memory. `kept`: see `request`."""
+        frame = Frame(pack(request, self._seq + 1, nbytes, max(1e-3, seconds)))
         self._seq += 1
         self.waiting_for = list(range(self.world_size))
         self._progress[:] = [replace(each, at=Beat()) for each in self._progress]
+        by_value = frame
+        if self.apart:
+            block = self.shared.request.view(nbytes) if kept is None else kept
+            by_value = Frame(frame.header, block.numpy().data)
         for rank, process in enumerate(self.processes):
-            process.send(by_value if rank in self.apart else Frame(header))
+            process.send(by_value if rank in self.apart else frame)
 
     def _tell(self, message: Message) -> None:
         """Tell all ranks something about the command that they work on, at once."""
@@ -271,10 +273,9 @@ class WorkerPool:
         before = self._seq
         with self._doing(command, request.brief), self.named_errors(command):
             self._sent = packer.nbytes
-            block = self.shared.request.view(packer.nbytes)
-            packer.write(block)
+            packer.write(self.shared.request.view(packer.nbytes))
             try:
-                self._send(request, timeout, block, kept)
+                self._send(request, timeout, packer.nbytes, kept)
                 # From here on: this process may have been stopped after the first rank was told and before the last.
                 return all_of(request.report, self._collect(command, time.monotonic(), timeout, cancelled))
             except (RankError, CallCancelled):  # `_conclude` has killed the pool where necessary
