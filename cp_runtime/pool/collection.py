@@ -124,9 +124,10 @@ class Collection:
             return self._finish()
         if quiet and now >= self._deadline:
             return self._finish()
-        if self._cancelled and not self._told and all(rank in self._places for rank in range(self.world_size)):
+        # Ranks that have reported are past all places: a part of the batch that another group of ranks still computes.
+        if self._cancelled and not self._told and all(rank in self._places for rank in self.missing):
             self._told = True
-            return SendLeave(until=self._deadline, place=max(self._places.values()) + 1)
+            return SendLeave(until=self._deadline, place=max(self._places[rank] for rank in self.missing) + 1)
         return Wait(until=self._deadline)
 
     def _finish(self, *, aborted: bool = False) -> Outcome:

@@ -14,6 +14,7 @@ from cp_runtime.pool.collection import (
     ModuleTimes,
     Outcome,
     SendCancel,
+    SendLeave,
     Wait,
 )
 from cp_runtime.pool.messages import Cancelled, Done, Failure, Room
@@ -153,6 +154,33 @@ def test_cancel_in_time(play):
         play.collection.reported(rank, Cancelled())
     outcome = play.tick()
     assert (outcome.cancelled, outcome.cause, outcome.kill) == (True, None, False)
+
+
+def test_ranks_are_told_to_leave_after_the_farthest_once_all_have_answered(play):
+    play.collection.cancel(play.now)
+    for rank, place in ((0, 3), (2, 5)):
+        play.collection.arrived(rank, place)
+        assert not isinstance(play.tick(), SendLeave)
+    play.collection.arrived(1, 4)
+    assert play.tick() == SendLeave(until=BEGAN + CANCEL_GRACE, place=6)
+    assert not isinstance(play.tick(), SendLeave)  # once
+
+
+def test_a_rank_that_has_reported_is_past_all_places(play):
+    """On the batch axis, where its group had another part. The others leave their own."""
+    play.collection.reported(2, good())
+    play.collection.cancel(play.now)
+    for rank, place in ((0, 3), (1, 2), (2, 57)):
+        play.collection.arrived(rank, place)
+    assert play.tick() == SendLeave(until=BEGAN + CANCEL_GRACE, place=4)
+
+
+def test_nobody_is_told_to_leave_what_fails(play):
+    play.collection.cancel(play.now)
+    play.collection.died(0, play.now)
+    for rank in (1, 2):
+        play.collection.arrived(rank, 1)
+    assert not isinstance(play.pass_time(CANCEL_GRACE), SendLeave)
 
 
 def test_cancel_not_in_time(play):
