@@ -1,4 +1,4 @@
-"""What a rank tells of itself while it works, four times a second and whenever something begins that may take long."""
+"""What a rank tells of itself while it works, ten times a second and whenever something begins that may take long."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from .messages import Beat
 
-BEAT = 0.25  # seconds between two heartbeats
+BEAT = 0.1  # seconds between two heartbeats
 SILENT = 2.0  # seconds without a heartbeat after which a process must be stopped, or something in it holds the GIL
 STDERR = 2
 _NONE = Beat()
