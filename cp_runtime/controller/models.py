@@ -150,7 +150,7 @@ class Models:
         self.compare_code(target.loader_code, cancelled)
         held = target.demand.on_device(choice.placement, self._pool.world_size, stages)
         request, packer = target.request(choice.placement, held)
-        formats, travelled = self._common_formats(cancelled), bool(self._pool.apart or any(self._pool.config.machines))
+        formats, travelled = self._common_formats(cancelled), bool(self._pool.apart)
         file = target.describe() if self._pool.hosts else {}
         request = replace(request, stages=stages, formats=formats, travelled=travelled, file=file)
         self.resident.pop(target.key, None)

@@ -220,8 +220,9 @@ def _resolve_devices(world_size: int, devices: str, backend: str, inventory: Dev
 
 def _parse_device(text: str, devices: str, inventory: DeviceInventory) -> str:
     if "/" in text:
-        there = _DEVICE.fullmatch(split_device(text)[1])
-        if not (_HOST.fullmatch(split_device(text)[0]) and there and there[1] == inventory.type):
+        host, device = split_device(text)
+        there = _DEVICE.fullmatch(device)
+        if not (_HOST.fullmatch(host) and there and there[1] == inventory.type):
             allowed = f"of other computers host/{inventory.type}:0, by a name that ssh knows; {shown(text)} is none of them"
             raise bad_value("devices", devices, allowed, "Name the host as in your ssh configuration, and one of its devices.")
         if not HAS_MACHINES:

@@ -141,9 +141,8 @@ def wait_for_stack(logs: Sequence[LogPump], last: LogPump) -> str:
         counts, now = [len(each.stacks) for each in logs], time.monotonic()
         if counts != before:
             before, quiet_since = counts, now
-    first = max(
-        (at for at, line in enumerate(last.stacks) if "most recent call first" in line), default=0
-    )  # the last is the main one
+    begins = [at for at, line in enumerate(last.stacks) if "most recent call first" in line]
+    first = max(begins, default=0)  # the main thread is the last
     return "\n".join(last.stacks[first + 1 :][:FRAMES])
 
 

@@ -19,7 +19,6 @@ MAX_HEADER = 64 << 20  # bytes
 _HEAD = struct.Struct("<QQ?")  # bytes of the header, bytes behind it, whether it is urgent
 _AT_ONCE, _USUAL = 1 << 20, 1 << 16  # bytes of a write or a read, at most and at least
 
-
 Buffer = bytes | bytearray | memoryview
 
 
@@ -44,9 +43,14 @@ def _parts(frame: Frame) -> tuple[memoryview, memoryview]:
     return memoryview(head + frame.header), memoryview(frame.body)
 
 
-def _write(fd: int, left: memoryview) -> None:
-    while left:
-        left = left[os.write(fd, left[:_AT_ONCE]) :]
+def _write(fd: int, left: memoryview) -> memoryview:
+    """Write bytes; return what a pipe that does not wait has no room for."""
+    try:
+        while left:
+            left = left[os.write(fd, left[:_AT_ONCE]) :]
+    except BlockingIOError:
+        pass
+    return left
 
 
 class Reader:
@@ -121,13 +125,11 @@ class Outbox:
     def _try(self, left: memoryview) -> memoryview:
         """Write what the pipe takes at once; return the rest."""
         try:
-            while left:
-                left = left[os.write(self._fd, left[:_AT_ONCE]) :]
-        except BlockingIOError:
-            os.set_blocking(self._fd, True)  # for the thread
-            return left
-        except OSError:
+            left = _write(self._fd, left)
+        except OSError:  # its reader has ended
             return memoryview(b"")
+        if left:
+            os.set_blocking(self._fd, True)  # for the thread
         return left
 
     def _run(self) -> None:

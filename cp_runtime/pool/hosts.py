@@ -18,13 +18,14 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 
 from ..errors import PoolError
+from ..system.interfaces import interface_of
 from .blocks import LOOPBACK
 from .config import WorkerSite
 from .facts import facts_of
 from .frames import Frame, Reader
 from .messages import Beat, pack
 from .processes import PROGRAM, SAME_ORDER, RankProcess, told
-from .reached import MARK, interface_of
+from .reached import MARK
 
 OPTIONS = (
     "BatchMode=yes",
@@ -130,4 +131,4 @@ def interface_to(host: str) -> str:
             own = probe.getsockname()[0]
     except (OSError, subprocess.SubprocessError, KeyError) as error:
         raise PoolError(f"the computer {host} is not reached ({error}). {by_hand(host)}") from error
-    return interface_of(own)
+    return interface_of(own, "lo")

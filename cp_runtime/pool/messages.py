@@ -1,8 +1,8 @@
 """Every message between the controller and the ranks, as bytes and back.
 
 The header of a frame is a JSON object: the name of the message, the number of the command that it belongs to, the bytes of its
-tensors, which lie in shared memory or behind the header, the seconds that the command may take, and the fields of its dataclass, which are checked one by one. A
-value with tensors in it is a `Tree` (see `protocol`). Nothing is ever unpickled.
+tensors, which lie in shared memory or behind the header, the seconds that the command may take, and the fields of its dataclass,
+which are checked one by one. A value with tensors in it is a `Tree` (see `protocol`). Nothing is ever unpickled.
 
 | Sent by | Messages |
 |---|---|
@@ -326,7 +326,7 @@ class Load(Request[Loaded]):
     roots: tuple[str, ...] = ()  # classes and functions that compute with it, besides its own: by name
     packs: tuple[str, ...] = ()  # paths of node packs to import first
     memory: tuple[int, int] = (0, 0)  # where the tensors of the patches lie: a process id, and a descriptor there
-    travelled: bool = False  # they cross a network: all their bytes are compared, and not samples
+    travelled: bool = False  # they go through a pipe: all their bytes are compared, and not samples
 
 
 @dataclass(frozen=True, kw_only=True)

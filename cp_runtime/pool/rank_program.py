@@ -78,8 +78,7 @@ def run(there: bool) -> None:
         stream.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]
     site = json.loads(inbox.get().header)
     system.end_with(os.getppid() if there else site["parent"])
-    if there:
-        own = import_by_name(f"{PACKAGE}.pool.reached").prepare(inbox, site)
+    own = import_by_name(f"{PACKAGE}.pool.reached").prepare(inbox, site) if there else {}
     system.name_process("cp-waiting")
     set_search_path(site["path"])
     sys.argv = site["argv"]
@@ -88,9 +87,7 @@ def run(there: bool) -> None:
     system.name_process(f"{RANK_NAME}{spec['rank']}")
     system.allow_open_files()
     os.environ.clear()
-    os.environ.update(spec.pop("environment"))
-    if there:
-        os.environ.update(own)
+    os.environ.update(spec.pop("environment") | own)
     import_by_name(WORKER).run(spec, inbox)
 
 

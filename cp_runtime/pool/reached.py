@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from ..system.interfaces import interface_of
 from .facts import facts_of
 from .frames import Frame, Inbox
 
@@ -25,15 +26,7 @@ def prepare(inbox: Inbox, site: dict[str, Any]) -> dict[str, str]:
     site["argv"] = without_paths(site["argv"])
     inbox.begin(MARK)
     inbox.send(Frame(json.dumps({"pid": os.getpid(), "facts": facts_of(next(iter(site["path"]), ""))}).encode()))
-    return {**os.environ, **dict.fromkeys(INTERFACES, interface_of(os.environ[CONNECTION].split()[2]))}
-
-
-def interface_of(address: str) -> str:
-    """Return the name of this computer's network interface with an address."""
-    import psutil  # a requirement of ComfyUI
-
-    found = (name for name, each in psutil.net_if_addrs().items() if any(own.address == address for own in each))
-    return next(found, "lo")
+    return {**os.environ, **dict.fromkeys(INTERFACES, interface_of(os.environ[CONNECTION].split()[2], "lo"))}
 
 
 def without_paths(options: Sequence[str]) -> list[str]:

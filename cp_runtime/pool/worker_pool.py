@@ -213,8 +213,9 @@ class WorkerPool:
 
     def _tell(self, message: Message) -> None:
         """Tell all ranks something about the command that they work on, at once."""
+        frame = Frame(pack(message, self._seq), urgent=True)
         for process in self.processes:
-            process.send(Frame(pack(message, self._seq), urgent=True))
+            process.send(frame)
 
     def _hear(self, heard: Heard, rank: int, frame: Frame | Malformed | None) -> None:
         """Take what a rank sends, in the thread that reads it."""

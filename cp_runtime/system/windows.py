@@ -20,6 +20,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
+from .interfaces import interface_of
+
 HAS_DEVICE_BACKENDS = False
 BROKEN_GLOO = ((2, 8), (2, 9), (2, 10))  # "unsupported gloo device": https://github.com/pytorch/pytorch/issues/150381
 READ_AT_ONCE = os.O_RDONLY
@@ -340,10 +342,7 @@ def seeing_only(device: str) -> tuple[str, dict[str, str]]:
 
 
 def loopback() -> str:
-    import psutil
-
-    found = (name for name, each in psutil.net_if_addrs().items() if any(one.address == "127.0.0.1" for one in each))
-    return str(next(found, "Loopback Pseudo-Interface 1"))
+    return interface_of("127.0.0.1", "Loopback Pseudo-Interface 1")
 
 
 # Between ranks
