@@ -28,10 +28,9 @@ LACKS = {("flux", "buffer"), ("flux", "buffer_dtype"), ("wan_t2v", "buffer"), ("
 """What a model does not have."""
 WHEN = ("before load", "between prompts", "in a call")
 WORDS = re.compile("a node changed|replaced|another weight|changed the weight|has another|put hooks")
-CHANGES = [("Model", kind) for kind in MODULES] + [("Code", kind) for kind in CODE]
 CASES = [
-    pytest.param(served, node, kind, when, marks=() if (turn + place) % len(SERVED) == index else pytest.mark.soak)
-    for place, (node, kind) in enumerate(CHANGES)
+    pytest.param(served, kind, when, marks=() if (turn + place) % len(SERVED) == index else pytest.mark.soak)
+    for place, kind in enumerate((*MODULES, *CODE))
     for turn, when in enumerate(WHEN)
     for index, served in enumerate(SERVED)
     if (served, kind) not in LACKS
@@ -50,11 +49,10 @@ def outcome(server, prompt):
     return result.error.exception_message if result.error else server.latent(result)
 
 
-@pytest.mark.parametrize(("served", "node", "kind", "when"), CASES)
-def test_of_a_model(served, node, kind, when, server):
+@pytest.mark.parametrize(("served", "kind", "when"), CASES)
+def test_of_a_model(served, kind, when, server):
     make = partial(family_prompt, families.served()[served][1], steps=3)
-    while_sampling = {"Model": "TestChangedWhileSampling", "Code": "TestChangedCodeWhileSampling"}
-    name = while_sampling[node] if when == WHEN[2] else f"TestChanged{node}"
+    name = "TestChangedWhileSampling" if when == WHEN[2] else "TestChangedModel"
     changed = {"model_nodes": [(name, {"kind": kind})]}
     try:
         stock = outcome(server, make(**changed))
@@ -83,7 +81,7 @@ def test_of_the_code_of_weight_patches(served, when, server):
     expected, plain = server.sample(make()), server.sample(make(loras=[]))
     if when == "before load":
         server.free_first()
-    changed = {"model_nodes": [("TestChangedCode", {"kind": "patches"})]}
+    changed = {"model_nodes": [("TestChangedModel", {"kind": "patches"})]}
     try:
         server.fails(make(**changed), "replaced comfy.lora.calculate_weight")
         assert distance(server.sample(make(loras=[])), plain) < 2e-4

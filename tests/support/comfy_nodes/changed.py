@@ -232,18 +232,6 @@ def _while_sampling(model: Any, change: Callable[[Any], Callable[[], Any]]) -> A
     return patched
 
 
-@node("MODEL", again=True, model="MODEL", kind=list(KINDS))
-def TestChangedModel(model: Any, kind: str) -> Any:
-    UNDO.append(KINDS[kind](model.model.diffusion_model))
-    return model
-
-
-@node("MODEL", again=True, model="MODEL", kind=list(KINDS))
-def TestChangedWhileSampling(model: Any, kind: str) -> Any:
-    """Change a clone's model for the time of every call, from its second step on."""
-    return _while_sampling(model, KINDS[kind])
-
-
 class _Callable:
     """A function in the form of an object."""
 
@@ -298,17 +286,20 @@ def _reversed(stock: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *given, **more: tuple(reversed(stock(*given, **more)))
 
 
-@node("MODEL", again=True, model="MODEL", kind=list(CODE))
-def TestChangedCode(model: Any, kind: str) -> Any:
-    """Replace code for all models."""
-    UNDO.append(CODE[kind](model.model.diffusion_model))
+CHANGES = {**KINDS, **CODE}
+
+
+@node("MODEL", again=True, model="MODEL", kind=list(CHANGES))
+def TestChangedModel(model: Any, kind: str) -> Any:
+    """Change a model's modules, or code for all models."""
+    UNDO.append(CHANGES[kind](model.model.diffusion_model))
     return model
 
 
-@node("MODEL", again=True, model="MODEL", kind=list(CODE))
-def TestChangedCodeWhileSampling(model: Any, kind: str) -> Any:
-    """Replace code for all models for the time of every call, from the second step on."""
-    return _while_sampling(model, CODE[kind])
+@node("MODEL", again=True, model="MODEL", kind=list(CHANGES))
+def TestChangedWhileSampling(model: Any, kind: str) -> Any:
+    """Do so for a clone, for the time of every call, from its second step on."""
+    return _while_sampling(model, CHANGES[kind])
 
 
 @node("MODEL", again=True, model="MODEL")
