@@ -11,7 +11,6 @@ import math
 import queue
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -124,7 +123,7 @@ class WorkerPool:
     def _open(self) -> None:
         self.shared = Shared()
         self._heard: Heard = queue.SimpleQueue()
-        self._progress = [Progress()] * self.world_size
+        self._progress = [(0, Progress())] * self.world_size  # the command that it is of, and the progress
         self.apart: set[int] = set()
         self._result: Buffer = b""
 
@@ -203,7 +202,6 @@ class WorkerPool:
         frame = Frame(pack(request, self._seq + 1, nbytes, max(1e-3, seconds)))
         self._seq += 1
         self.waiting_for = list(range(self.world_size))
-        self._progress[:] = [replace(each, at=Beat()) for each in self._progress]
         by_value = frame
         if self.apart:
             block = self.shared.request.view(nbytes) if kept is None else kept
@@ -222,8 +220,7 @@ class WorkerPool:
         try:
             header = unpack(frame.header) if isinstance(frame, Frame) else None
             if header is not None and header.kind == Beat.__name__:
-                at = cast(Beat, header.message) if header.seq == self._seq else Beat()  # of a command before
-                self._progress[rank] = Progress(at, time.monotonic())
+                self._progress[rank] = header.seq, Progress(cast(Beat, header.message), time.monotonic())
             else:
                 body = frame.body if isinstance(frame, Frame) else b""
                 heard.put((rank, ProtocolError(f"rank {rank}: {frame}") if isinstance(frame, Malformed) else header, body))
@@ -231,8 +228,9 @@ class WorkerPool:
             heard.put((rank, error, b""))
 
     def progress(self, rank: int) -> Progress:
-        """Return the progress of a rank. From any thread."""
-        return self._progress[rank]
+        """Return the progress of a rank in the command that runs. From any thread."""
+        seq, last = self._progress[rank]
+        return last if self.command and seq == self._seq else Progress(beat=last.beat)
 
     def abort(self, reason: str) -> None:
         """End the ranks now, so that a command which runs raises PoolError. From any thread."""

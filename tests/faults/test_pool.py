@@ -15,7 +15,7 @@ from support.pools import echo, make_pool, request_echo, small_pool
 
 from cp_runtime.errors import ContextParallelError, PoolError, ProtocolError, RankError
 from cp_runtime.pool.frames import MAX_HEADER, Frame
-from cp_runtime.pool.messages import Echo, Value
+from cp_runtime.pool.messages import Beat, Echo, Value, pack
 from cp_runtime.pool.worker_pool import KEEP_BYTES
 
 USUAL_LIMIT = 1024  # of open files
@@ -70,6 +70,24 @@ def test_a_rank_dies_right_after_its_hello():
     assert not pool.alive
     with pytest.raises(PoolError, match="not running"):
         echo(pool, torch.ones(1))
+
+
+def test_progress_is_of_the_command_that_runs():
+    """The panel and a Restart would take a call for running that has ended, up to the next heartbeat."""
+    pool = make_pool()
+    pool.command, pool._seq = "call", 3
+
+    def modules_after(seq: int) -> int:
+        pool._hear(pool._heard, 0, Frame(pack(Beat(modules=5), seq)))
+        return pool.progress(0).at.modules
+
+    assert [modules_after(seq) for seq in (0, 2, 3)] == [0, 0, 5]
+    pool._seq = 4
+    assert pool.progress(0).at.modules == 0
+    assert modules_after(4) == 5
+    pool.command = ""
+    assert pool.progress(0).at == Beat()
+    assert pool.progress(0).beat > 0
 
 
 def test_what_fails_before_anything_is_sent_is_an_error_of_this_package_and_ends_no_rank(monkeypatch):

@@ -259,6 +259,7 @@ def test_restart_while_idle(pool_server, expected):
 def test_restart_in_the_middle_of_a_step(pool_server, expected, faults, stopped):
     """Between two steps the prompt would simply go on with the new workers."""
     pids = assert_right(pool_server, expected)
+    assert [rank["modules"] for rank in pool_server.status()["ranks"]] == [0, 0]
     faults.arm(0, "slow", module=2, seconds=1.0)  # and all later ones
     prompt_id = pool_server.queue(flux_prompt(cp=CP))
     pool_server.wait_status(lambda status: status["ranks"][0]["modules"] > 0)
