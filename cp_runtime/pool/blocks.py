@@ -6,6 +6,7 @@ import contextlib
 import mmap
 import os
 import socket
+import time
 from typing import Any
 
 import torch
@@ -14,9 +15,12 @@ from torch import Tensor
 
 from ..errors import PoolError
 from ..system import system
+from .frames import Buffer
 from .launcher import starting
 
 LOOPBACK = "127.0.0.1"
+KEEP_BYTES = 64 << 20  # of memory for messages, and for results; more is given back
+_MOMENT = 5e-4  # seconds between two looks for a message
 
 
 class SharedBlock:
@@ -65,6 +69,34 @@ class SharedBlock:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+class HandedOn:
+    """The bytes of messages that come to one rank of another computer, for its others: they cross the network once.
+
+    Args:
+        address: where that rank has it; None = this is that rank.
+
+    Raises:
+        OSError: it cannot be opened from here.
+    """
+
+    def __init__(self, address: tuple[int, int] | None = None) -> None:
+        self._block = SharedBlock(None if address is None else system.foreign_fd(*address))
+        self._last = self._block.view(torch.int64.itemsize).view(torch.int64)  # the message that is there
+        self.address = self._block.address
+
+    def put(self, seq: int, body: Buffer) -> None:
+        """Hand on the bytes of a message. All ranks have done with the one before. `seq`: its number."""
+        self._block.trim(KEEP_BYTES)
+        self._block.view(mmap.PAGESIZE + len(body))[mmap.PAGESIZE :].copy_(torch.frombuffer(body, dtype=torch.uint8))
+        self._last.fill_(seq)
+
+    def get(self, seq: int, nbytes: int) -> Tensor:
+        """Wait for the bytes of a message, which stay until the next one."""
+        while self._last.item() != seq:
+            time.sleep(_MOMENT)
+        return self._block.view(mmap.PAGESIZE + nbytes)[mmap.PAGESIZE :]
 
 
 class Shared:

@@ -98,6 +98,13 @@ class Imported(Report):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Connected(Report):
+    """The rank has joined the process groups."""
+
+    handed: bool  # it gets the bytes of messages from another rank of its computer
+
+
+@dataclass(frozen=True, kw_only=True)
 class Ready(Report):
     """A rank has started."""
 
@@ -239,9 +246,10 @@ class Import(Request[Imported]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Connect(Request[Done]):
+class Connect(Request[Connected]):
     """Join the process groups."""
 
+    report: ClassVar[type[Any]] = Connected
     port: int  # of the store on loopback that ranks meet in; 0 = a file
 
 
@@ -396,7 +404,7 @@ KINDS: dict[str, type[Message]] = {
     for kind in (
         Import, Connect, Probe, Compare, Measure, Shutdown, Cancel, Arrived, Leave, Beat, Echo, Load, Call, AttachNetwork, Describe,
         Drop, MakeRoom, Available,
-        Done, Cancelled, Failure, Imported, Compared, Ready, Value, Loaded, Described, Room, CallReport,
+        Done, Cancelled, Failure, Imported, Connected, Compared, Ready, Value, Loaded, Described, Room, CallReport,
     )
 }  # fmt: skip
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 import logging
 import mmap
 import os
@@ -19,7 +20,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,7 @@ from ..engine.ranks.collectives import CommStats, wait_for
 from ..engine.ranks.mesh import BatchMesh
 from ..errors import ProtocolError
 from ..system import system
-from .blocks import LOOPBACK, SharedBlock
+from .blocks import LOOPBACK, HandedOn, SharedBlock
 from .cancel import CancelPoints
 from .frames import Buffer, Frame, Inbox
 from .launcher import name_limit
@@ -46,6 +47,7 @@ from .messages import (
     Compare,
     Compared,
     Connect,
+    Connected,
     Done,
     Echo,
     Failure,
@@ -103,6 +105,8 @@ class Worker:
         self.device = torch.device(spec["device"])
         self.inbox, self._watch = inbox, Watch()
         self._blocks = _open_blocks(spec)
+        self._handed: HandedOn | None = None
+        self._feeds = False  # it hands bytes on, to the other ranks of its computer
         self._result: Tensor | None = None  # for the controller, if no memory is shared
         self.cancel_points, self.stats = CancelPoints(), CommStats()
         self._runs = False  # the call is left at runs of its forward
@@ -129,12 +133,29 @@ class Worker:
             self._handlers |= module.make_service(self)
         return Imported(shares=self._blocks is not None)
 
-    def _connect(self, request: Connect, _: Any) -> None:
+    def _connect(self, request: Connect, _: Any) -> Connected:
         if request.port:
             self._store: dist.Store = dist.TCPStore(LOOPBACK, request.port, self.world_size, timeout=self.timeout)
         else:
             self._store = dist.FileStore(system.store_path(system.foreign_fd(*self.spec["store"])), self.world_size)
         self._join(self.spec["backend"])
+        if self.spec.get("host"):
+            self._open_handed()
+        return Connected(handed=self._handed is not None and not self._feeds)
+
+    def _open_handed(self) -> None:
+        """Have the first rank of another computer hand the bytes of messages on to the others there."""
+        machines, host = self.spec["machines"], self.spec["host"]
+        first, key = machines.index(host), f"handed on by {host}"
+        self._feeds = self.rank == first and machines.count(host) > 1
+        if self._feeds:
+            self._handed = HandedOn()
+            self._store.set(key, json.dumps(self._handed.address))
+        elif self.rank != first:
+            try:
+                self._handed = HandedOn(tuple(json.loads(self._store.get(key))))
+            except OSError as error:
+                log.warning("no memory is shared with rank %d (%s): tensors cross the network twice", first, error)
 
     def _join(self, backend: str) -> None:
         if not dist.is_backend_available(backend):
@@ -227,8 +248,12 @@ class Worker:
         if KINDS[header.kind] not in self._handlers:
             raise ProtocolError(f"unknown command {header.kind!r}")
         if self._blocks is None:
+            if self._handed is not None and header.nbytes and not self._feeds:
+                return self._handed.get(header.seq, header.nbytes)
             if not header.nbytes <= len(body):
                 raise ProtocolError(f"a message of {header.nbytes} bytes with {len(body)} bytes")
+            if self._feeds and len(body):
+                cast(HandedOn, self._handed).put(header.seq, body)
             return torch.frombuffer(body, dtype=torch.uint8) if len(body) else torch.empty(0, dtype=torch.uint8)
         request, _ = self._blocks
         if not 0 <= header.nbytes <= max(request.size, mmap.PAGESIZE):
@@ -247,7 +272,7 @@ class Worker:
             ProtocolError: there is no such memory.
         """
         if self._blocks is None:
-            return block
+            return block.clone() if self._handed is not None and not self._feeds else block  # the next message comes there
         try:
             with open(system.foreign_fd(*memory), "rb") as file:
                 return torch.frombuffer(system.private_pages(file.fileno()), dtype=torch.uint8)

@@ -22,7 +22,7 @@ from ..engine.ranks.mesh import reduced
 from ..engine.ranks.sharding import Shares
 from ..errors import ContextParallelError, PoolError, ProtocolError, RankError
 from ..system import system
-from .blocks import Shared
+from .blocks import KEEP_BYTES, Shared
 from .collection import Collection, ModuleTimes, Outcome, SendCancel, SendLeave
 from .config import TIMEOUTS, RuntimeConfig, WorkerSite, split_device, timeout_of
 from .failures import connect_advice, connect_failure, death, missed_deadline, reported_failure
@@ -67,7 +67,6 @@ STOOD_STILL = 0.5  # seconds between two looks, after which this process was sto
 READING = 0.5  # seconds that the threads which read have, after that, for what ranks sent meanwhile
 TICK = 0.02  # seconds between two looks at the caller's Cancel
 SHUTDOWN_GRACE = 5.0
-KEEP_BYTES = 64 << 20  # of shared memory for messages, and for results; more is given back
 
 
 Heard = queue.SimpleQueue[tuple[int, Header | Exception | None, Buffer]]
@@ -93,7 +92,7 @@ class WorkerPool:
         chosen: why they share memory although NCCL connects them; empty = they do not.
         fallback: how they may connect; its `reason` says why they do not as they would by default.
         hosts: other computers with ranks that ssh has started.
-        apart: ranks that cannot map this process's memory: bytes come and go in frames.
+        apart: ranks that cannot map this process's memory.
         peer_to_peer: whether their GPUs reach each other's memory; None before they connect and without NCCL.
     """
 
@@ -125,6 +124,7 @@ class WorkerPool:
         self._heard: Heard = queue.SimpleQueue()
         self._progress = [(0, Progress())] * self.world_size  # the command that it is of, and the progress
         self.apart: set[int] = set()
+        self._fed: set[int] = set()  # those of them that get bytes in frames, to hand them on where others do not
         self._result: Buffer = b""
 
     def start(self, cancelled: Callable[[], bool] | None = None) -> None:
@@ -172,7 +172,8 @@ class WorkerPool:
         self.peer_to_peer = look_at_peers(self.config.local, way) if way.backend == "nccl" else None
         limit = min(self._connect_timeout, ACROSS if self.hosts else math.inf)
         port = self.shared.store_port(self.world_size) if self.apart else 0
-        step(Connect(port=port), *((CONNECTING, limit) if self.hosts or way.backend == self.config.native else ()))
+        connected = step(Connect(port=port), *((CONNECTING, limit) if self.hosts or way.backend == self.config.native else ()))
+        self._fed = {rank for rank in self.apart if not connected[rank].handed}
         if way.backend != "gloo":
             step(Probe(), CONNECTING, min(PROBING, self._connect_timeout))
         backend = way.backend
@@ -203,11 +204,11 @@ class WorkerPool:
         self._seq += 1
         self.waiting_for = list(range(self.world_size))
         by_value = frame
-        if self.apart:
+        if self._fed:
             block = self.shared.request.view(nbytes) if kept is None else kept
             by_value = Frame(frame.header, block.numpy().data)
         for rank, process in enumerate(self.processes):
-            process.send(by_value if rank in self.apart else frame)
+            process.send(by_value if rank in self._fed else frame)
 
     def _tell(self, message: Message) -> None:
         """Tell all ranks something about the command that they work on, at once."""

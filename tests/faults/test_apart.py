@@ -28,6 +28,38 @@ def test_tensors_come_and_go_through_pipes(start_faults, apart):
     assert not [c for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
 
 
+SSH = """#!/bin/sh
+# To this computer itself.
+[ "$1" = -G ] && exec printf 'hostname 127.0.0.1\\nport 22\\n'
+for command; do :; done
+export SSH_CONNECTION="127.0.0.1 1 127.0.0.1 22"
+exec sh -c "$command"
+"""
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["memory shared there", "none shared"])
+def test_bytes_are_handed_on_to_the_other_ranks_of_a_host(apart, tmp_path, monkeypatch, start_faults):
+    if apart:
+        start_faults.arm(3, "sees no memory", at="memory")
+    ssh = tmp_path / "ssh"
+    ssh.write_text(SSH)
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    with small_pool(4, devices="cpu,cpu,pc/cpu,pc/cpu") as pool:
+        assert pool.apart == {2, 3}
+        assert pool._fed == ({2, 3} if apart else {2})
+        sent = {rank: [] for rank in (2, 3)}
+        for rank, frames in sent.items():
+            send = pool.processes[rank].send
+            monkeypatch.setattr(
+                pool.processes[rank], "send", lambda frame, send=send, frames=frames: (frames.append(len(frame.body)), send(frame))
+            )
+        for value in (LARGE, torch.ones(3), torch.empty(0), -LARGE):
+            assert torch.equal(echo(pool, value), value)
+        assert sum(sent[2]) >= 2 * LARGE.nbytes
+        assert sum(sent[3]) == (sum(sent[2]) if apart else 0)
+
+
 def test_prompts_with_patches_and_two_ranks_apart(comfyui_path, checkpoints_dir, faults):
     """Weight patches and conditioning go through pipes, what ranks send each other through gloo; a restart begins anew."""
     lora = {"cfg": 3.0, "loras": [("flux_lora", 0.8)]}

@@ -14,9 +14,9 @@ from support.faults import Stopwatch, wait_for
 from support.pools import echo, make_pool, request_echo, small_pool
 
 from cp_runtime.errors import ContextParallelError, PoolError, ProtocolError, RankError
+from cp_runtime.pool.blocks import KEEP_BYTES
 from cp_runtime.pool.frames import MAX_HEADER, Frame
 from cp_runtime.pool.messages import Beat, Echo, Value, pack
-from cp_runtime.pool.worker_pool import KEEP_BYTES
 
 USUAL_LIMIT = 1024  # of open files
 

@@ -5,9 +5,11 @@ import re
 import signal
 import statistics
 import subprocess
+import sys
 import time
 from functools import partial
 
+import psutil
 import pytest
 import torch
 from machines.conftest import FOUR, THERE, TWO, WIDE
@@ -17,6 +19,7 @@ from support.graphs import flux_prompt
 from support.latents import TOLERANCE, assert_close, distance
 from support.node_graphs import SERVED, GraphCase, completed
 from support.processes import OtherPrograms
+from support.sshd import PORT
 from support.vae_graphs import vae_prompt
 
 SLOW, SLOWEST = "50mbit", "10mbit"  # links
@@ -184,6 +187,48 @@ def test_memory_that_runs_out_there_is_made(two):
     assert "rank 1 ran out of memory; making room" in two.server.log_text()
 
 
+SCAN = """
+import selectors, socket, sys
+for first in range(1, 65536, 500):
+    with selectors.DefaultSelector() as selector:
+        for port in range(first, min(first + 500, 65536)):
+            probe = socket.socket()
+            probe.setblocking(False)
+            probe.connect_ex((sys.argv[1], port))
+            selector.register(probe, selectors.EVENT_WRITE, port)
+        while selector.get_map():
+            for key, _ in selector.select():
+                if not key.fileobj.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                    print(key.data)
+                selector.unregister(key.fileobj)
+                key.fileobj.close()
+"""
+
+
+def listening(processes):
+    """Ports of processes that the other computer reaches."""
+    connections = [each for process in processes for each in process.net_connections("inet")]
+    return {each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN and each.laddr.ip != "127.0.0.1"}
+
+
+def test_only_gloo_and_sshd_can_be_talked_to(two):
+    """From one computer to the other, during a prompt."""
+    running = two.server.queue(flux_prompt(ckpt=WIDE, cp={"devices": FOUR, "ranks_per_call": "all"}, steps=500))
+    two.server.wait_for_step(running)
+    found = {}
+    for address, prefix in (("10.77.0.1", ("ip", "netns", "exec", THERE)), ("10.77.0.2", ())):
+        scanned = subprocess.run([*prefix, sys.executable, "-c", SCAN, address], check=True, capture_output=True, text=True)
+        found[address] = {*map(int, scanned.stdout.split())}
+    here = [psutil.Process(rank["pid"]) for rank in two.server.status()["ranks"] if not rank["device"].startswith("pc2/")]
+    assert found["10.77.0.1"] == listening(here)
+    assert found["10.77.0.2"] == listening(two.ranks_there()) | {PORT}
+    two.server.interrupt()
+    assert two.server.wait(running).status == "interrupted"
+
+
+LORA_BYTES = 2 * 3072 * 1024 * 4
+
+
 @pytest.fixture(scope="session")
 def lora(checkpoints_dir):
     """A LoRA of 24 MB."""
@@ -194,6 +239,22 @@ def lora(checkpoints_dir):
     }
     save_file(weights, checkpoints_dir / "loras" / "large.safetensors")
     return "large"
+
+
+def test_bytes_of_a_message_cross_once_for_all_ranks_there(two, lora):
+    """The first rank there hands them on by memory."""
+    sent = {}
+    for devices in (TWO, f"{TWO},pc2/cpu"):
+        prompt = partial(flux_prompt, ckpt=WIDE, cp={"devices": devices, "ranks_per_call": "all"}, width=64, height=64, steps=1)
+        two.server.run(prompt(), timeout=120).check()
+        before = two.sent()
+        found = two.server.sample(prompt(loras=[lora]), timeout=120)
+        sent[devices] = two.sent() - before
+        assert_close(found, two.server.sample(flux_prompt(ckpt=WIDE, width=64, height=64, steps=1, loras=[lora]), timeout=120))
+    ratio = (sent[f"{TWO},pc2/cpu"] - sent[TWO]) / LORA_BYTES
+    note("a LoRA of 24 MB, two ranks there", "bytes that one rank there does not need, over the LoRA's", 0.25, max(0.0, ratio))
+    assert sent[TWO] > LORA_BYTES
+    assert ratio < 0.25
 
 
 def limit(rate):
@@ -265,8 +326,8 @@ SENDING = {
     "Cancel": (lambda two, ranks: two.server.interrupt(), 1.25, "interrupted"),
     "a rank here is killed": (lambda two, ranks: os.kill(ranks[0]["pid"], signal.SIGKILL), 1.7, "error"),
     # The answer comes with the new workers, which measure the slow link.
-    "Restart workers": (lambda two, ranks: two.restart(), 1.7, "error"),
-    "ComfyUI ends": (lambda two, ranks: two.server.stop(signal.SIGINT), 5, ""),
+    "Restart workers": (lambda two, ranks: two.restart(), 1.0, "error"),
+    "ComfyUI ends": (lambda two, ranks: two.server.stop(signal.SIGINT), 1.0, ""),
 }
 
 

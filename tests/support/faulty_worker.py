@@ -170,9 +170,9 @@ def make_faulty(module: Any) -> None:
             inject(spec["rank"], "memory")
             super().__init__(spec, inbox)
 
-        def _connect(self, *command: Any) -> None:
+        def _connect(self, *command: Any) -> Any:
             inject(self.rank, "start")
-            super()._connect(*command)
+            return super()._connect(*command)
 
         def keep(self, *given: Any) -> torch.Tensor:
             kept: torch.Tensor = super().keep(*given)

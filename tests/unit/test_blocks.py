@@ -1,12 +1,15 @@
 """Memory that two processes map."""
 
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from cp_runtime.errors import PoolError
-from cp_runtime.pool.blocks import Shared, SharedBlock
+from cp_runtime.pool import blocks
+from cp_runtime.pool.blocks import HandedOn, Shared, SharedBlock
 from cp_runtime.system import system
 
 
@@ -25,6 +28,20 @@ def test_shared_block_grows_and_shrinks_under_both_mappings():
     assert torch.equal(ours.view(10), theirs.view(10))
     ours.close()
     theirs.close()
+
+
+def test_bytes_of_a_message_are_handed_on(monkeypatch):
+    monkeypatch.setattr(blocks, "KEEP_BYTES", 1 << 20)
+    first = HandedOn()
+    second = HandedOn(first.address)
+    large, small = bytes(range(256)) * (5 << 12), b"abc"
+    with ThreadPoolExecutor() as threads:
+        for seq, body in ((3, small), (4, large), (9, bytearray(small)), (10, large)):
+            waiting = threads.submit(second.get, seq, len(body))
+            time.sleep(0.05)
+            assert not waiting.done()
+            first.put(seq, body)
+            assert waiting.result(timeout=10).numpy().tobytes() == body
 
 
 def test_a_closed_block_says_so():
