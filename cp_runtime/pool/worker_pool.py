@@ -168,12 +168,13 @@ class WorkerPool:
         with starting():
             self._start_processes(way)
         self.apart = {rank for rank, report in enumerate(step(Import())) if not report.shares}
+        self._fed = set(self.apart)
         self.stage = CONNECTING
         self.peer_to_peer = look_at_peers(self.config.local, way) if way.backend == "nccl" else None
         limit = min(self._connect_timeout, ACROSS if self.hosts else math.inf)
         port = self.shared.store_port(self.world_size) if self.apart else 0
         connected = step(Connect(port=port), *((CONNECTING, limit) if self.hosts or way.backend == self.config.native else ()))
-        self._fed = {rank for rank in self.apart if not connected[rank].handed}
+        self._fed -= {rank for rank, report in enumerate(connected) if report.handed}
         if way.backend != "gloo":
             step(Probe(), CONNECTING, min(PROBING, self._connect_timeout))
         backend = way.backend
@@ -200,15 +201,15 @@ class WorkerPool:
 
     def _send(self, request: Request[Any], seconds: float, nbytes: int = 0, kept: Tensor | None = None) -> None:
         """Send a command to all ranks, which may take so long. `nbytes`: of its tensors in shared memory. `kept`: see `request`."""
-        frame = Frame(pack(request, self._seq + 1, nbytes, max(1e-3, seconds)))
-        self._seq += 1
-        self.waiting_for = list(range(self.world_size))
-        by_value = frame
-        if self._fed:
+        seq, left = self._seq + 1, max(1e-3, seconds)
+        mapped = fed = handed = Frame(pack(request, seq, nbytes, left))
+        if self.apart:
             block = self.shared.request.view(nbytes) if kept is None else kept
-            by_value = Frame(frame.header, block.numpy().data)
+            handed = Frame(pack(request, seq, block.numel(), left))
+            fed = Frame(handed.header, block.numpy().data)
+        self._seq, self.waiting_for = seq, list(range(self.world_size))
         for rank, process in enumerate(self.processes):
-            process.send(by_value if rank in self._fed else frame)
+            process.send(fed if rank in self._fed else handed if rank in self.apart else mapped)
 
     def _tell(self, message: Message) -> None:
         """Tell all ranks something about the command that they work on, at once."""
