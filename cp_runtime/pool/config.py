@@ -22,7 +22,7 @@ CPU_RANKS_PER_CORE = 4  # more than that is a typing error, not a plan
 RANKS_PER_ACCELERATOR = 8  # the same, where ranks share one over gloo
 ONE_CARD = "CP_TEST_ONE_CARD"
 """Environment variable by which tests have NCCL connect ranks on one GPU: see `launcher.as_host`."""
-_HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # a name that ssh knows; never one of its options
+_HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")  # a name that ssh knows; never one of its options
 _DEVICE = re.compile(r"([a-z]+)(?::(\d{1,3}))?")
 _ARCHITECTURE = re.compile(r"(sm|compute)_(\d+)(\d)[af]?")
 
@@ -66,6 +66,15 @@ def split_device(device: str) -> tuple[str, str]:
     """Return (machine, device there); no machine = this one."""
     machine, _, own = device.rpartition("/")
     return machine, own
+
+
+def check_host(host: object) -> None:
+    """Raise ConfigError: a value is no name that ssh could know, or this system has no ranks on other computers."""
+    if not (isinstance(host, str) and _HOST.fullmatch(host)):
+        allowed = "letters, digits, '.', '_' and '-', with a letter or digit first"
+        raise bad_value("host", host, allowed, "Give the name after Host in your ssh configuration: address and user stand there.")
+    if not HAS_MACHINES:
+        raise bad_value("host", host, "none on this system", "Use Linux or WSL2 on both computers.")
 
 
 @dataclass(frozen=True, kw_only=True)

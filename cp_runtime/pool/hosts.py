@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import re
 import shlex
 import socket
@@ -15,14 +16,17 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
+from typing import Any
 
 from ..errors import PoolError
 from ..system.interfaces import interface_of
 from .blocks import LOOPBACK
 from .config import WorkerSite
 from .facts import facts_of
-from .frames import Frame, Reader
+from .frames import Frame, Malformed, Reader
+from .launcher import starting
 from .messages import Beat, pack
 from .processes import PROGRAM, SAME_ORDER, RankProcess, told
 from .reached import MARK
@@ -30,6 +34,7 @@ from .reached import MARK
 OPTIONS = (
     "BatchMode=yes",
     "StrictHostKeyChecking=yes",
+    "ConnectTimeout=10",  # a computer that sleeps gives no answer
     "ExitOnForwardFailure=yes",
     "ServerAliveInterval=2",
     "ServerAliveCountMax=2",
@@ -37,6 +42,11 @@ OPTIONS = (
 SSH_FAILED = 255
 """Status of ssh itself."""
 BEAT = 2.0  # seconds between two signs of life
+CHECK = 60.0  # seconds that a host has to name its devices: it may import torch from a disk
+READY, UNREACHED, DIFFERS = "ready", "not reached", "differs"
+"""How a host is: it can work for this computer; ssh does not get there, or starts nothing; something else is missing."""
+DEVICES = "cp_runtime.pool.devices"  # its name in a rank
+_SILENT = ("timed out", "No route to host")  # ssh's words
 _PLACE = "CP_HOST_"
 _REMEDIES = {
     "this pack": "Update the older one: git pull in custom_nodes/comfyui-context-parallel.",
@@ -45,10 +55,10 @@ _REMEDIES = {
 
 
 class HostProcess(RankProcess):
-    """A rank's process on another computer. `pid` is the one that it has there; signals go to its ssh."""
+    """A rank's process on another computer. `pid` is the one that it has there; signals go to its ssh. `reached`: it has begun."""
 
     def __init__(self, host: str, site: WorkerSite, environment: dict[str, str], port: int) -> None:
-        self._host, self._comfyui, self._greeted = host, next(iter(site.path), ""), False
+        self._host, self._comfyui, self.reached = host, next(iter(site.path), ""), False
         python, folder, program = place_of(host, self._comfyui)
         there = {**told(site), "path": [folder, *site.path[1:]] if folder else site.path}
         command = command_for(host, [python, "-u", program, "there"], SAME_ORDER | environment, port)
@@ -63,16 +73,19 @@ class HostProcess(RankProcess):
         if not reader.skip_to(MARK) or (frame := reader.read()) is None:
             return
         hello = json.loads(frame.header)
-        self.pid, self._greeted = int(hello["pid"]), True
+        self.pid, self.reached = int(hello["pid"]), True
         if wrong := differences(self._host, self._comfyui, hello["facts"]):
             self.error = PoolError(wrong)
             self.kill()
 
     def ended(self, status: int) -> None:
-        if self.error is None and status == SSH_FAILED:
+        if self.error is None and (status == SSH_FAILED or (status >= 0 and not self.reached)):
             lines = "\n".join(self.log.finish())
-            what = "the connection to it has ended" if self._greeted else "ssh did not start a rank there"
-            self.error = PoolError(f"the computer {self._host}: {what}. {lines}\n{by_hand(self._host)}")
+            what = "the connection to it has ended" if self.reached else "ssh did not start a rank there"
+            elsewhere = f"If Python or ComfyUI are in other places there, say so in {_place(self._host)}: see docs/machines.md."
+            remedy = by_hand(self._host) if status == SSH_FAILED else elsewhere
+            asleep = " It may sleep, or be switched off." if any(words in lines for words in _SILENT) else ""
+            self.error = PoolError(f"the computer {self._host}: {what}.{asleep} {lines}\n{remedy}")
         super().ended(128 - status if 128 < status < SSH_FAILED else status)
 
     def _beat(self) -> None:
@@ -84,13 +97,17 @@ class HostProcess(RankProcess):
 def place_of(host: str, comfyui: str) -> tuple[str, str, str]:
     """Return (Python, folder of ComfyUI, program of ranks) on a host: where `CP_HOST_<host>=/path/to/python:/path/to/ComfyUI` says,
     else the same paths as here."""
-    given = os.environ.get(_PLACE + re.sub(r"\W", "_", host), "")
+    given = os.environ.get(_place(host), "")
     python, _, folder = given.partition(":")
     if not folder:
         return sys.executable, comfyui, str(PROGRAM)
     relative = os.path.relpath(PROGRAM, comfyui)
     inside = relative if not relative.startswith("..") else os.path.join("custom_nodes", *PROGRAM.parts[-4:])
     return python, folder, os.path.join(folder, inside)
+
+
+def _place(host: str) -> str:
+    return _PLACE + re.sub(r"\W", "_", host)
 
 
 def command_for(host: str, program: Sequence[str], environment: Mapping[str, str], port: int) -> list[str]:
@@ -132,3 +149,30 @@ def interface_to(host: str) -> str:
     except (OSError, subprocess.SubprocessError, KeyError) as error:
         raise PoolError(f"the computer {host} is not reached ({error}). {by_hand(host)}") from error
     return interface_of(own, "lo")
+
+
+def check(host: str, site: WorkerSite, kind: str) -> tuple[str, str, list[dict[str, Any]]]:
+    """Start a process on a host as for a rank, have it name its devices of a type, and end it. Returns how the host is, what is
+    wrong, in the words that a prompt would fail with, and the devices: see `devices.devices_of`."""
+    heard: queue.SimpleQueue[Frame | Malformed | None] = queue.SimpleQueue()
+    try:
+        interface_to(host)
+        with starting():
+            process = HostProcess(host, replace(site, preload=("torch",)), {}, 0)
+    except PoolError as error:
+        return UNREACHED, str(error), []
+    process.begin({"rank": host, "program": DEVICES, "kind": kind}, {}, heard.put)
+    try:
+        said = heard.get(timeout=CHECK)
+        found = json.loads(said.header) if isinstance(said, Frame) else []
+        wrong = f"the computer {host} has no {kind} device that torch there has code for."
+        if not isinstance(said, Frame):
+            last = "".join(process.log.finish()[-1:])
+            wrong = str(process.error or f"the computer {host} did not name its devices. {last}")
+    except queue.Empty:
+        found, wrong = [], f"the computer {host} has not named its devices within {CHECK:g} s. {by_hand(host)}"
+    finally:
+        process.kill()
+    if not found:
+        return DIFFERS if process.reached else UNREACHED, wrong, []
+    return READY, "", [{**device, "name": f"{host}/{device['name']}"} for device in found]

@@ -63,7 +63,7 @@ def preload(modules: list[str]) -> None:
 
 
 def run(there: bool) -> None:
-    """Be a rank. The first frame says what to import, the second one which rank.
+    """Be a rank. The first frame says what to import, the second one which rank, or what to run in place of one.
 
     `there`: this computer is another one than ComfyUI's. The rank says first what is installed here.
     """
@@ -88,7 +88,7 @@ def run(there: bool) -> None:
     system.allow_open_files()
     os.environ.clear()
     os.environ.update(spec.pop("environment") | own)
-    import_by_name(WORKER).run(spec, inbox)
+    import_by_name(spec.get("program", WORKER)).run(spec, inbox)
 
 
 def watch_start(frame: Any) -> None:

@@ -64,8 +64,9 @@ SETTINGS = {
     ),
     "devices": Setting(
         "", "which GPUs",
-        "Which GPUs to use, such as cuda:0,cuda:2. Empty = the first ones. Change it to keep a GPU free, or to leave out a slow "
-        "one. List the fastest first: it takes part in every call.",
+        "Which GPUs to use, such as cuda:0,cuda:2; gpubox/cuda:0 is one of the computer that ssh knows as gpubox. Empty = the "
+        "first ones here. Change it to keep a GPU free, or to leave out a slow one. List the fastest first: it takes part in every "
+        "call.",
     ),
     "ulysses_degree": Setting(
         0, "split of a call: ulysses",

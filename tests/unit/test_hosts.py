@@ -1,11 +1,16 @@
 """How ranks on other computers are started, and what is said where that fails; without ssh, which `make machines` has."""
 
 import os
+import re
+import time
 
+import psutil
 import pytest
+from support.ssh import put_ssh
 
 from cp_runtime.errors import ConfigError, PoolError
-from cp_runtime.pool.config import DeviceInventory, RuntimeConfig
+from cp_runtime.pool import hosts
+from cp_runtime.pool.config import DeviceInventory, RuntimeConfig, WorkerSite
 from cp_runtime.pool.facts import facts_of
 from cp_runtime.pool.frames import Frame, Reader, write
 from cp_runtime.pool.hosts import command_for, differences, interface_to, place_of
@@ -97,3 +102,45 @@ NO_HOST = ("-oProxyCommand=x/cuda:0", "a b/cuda:0", "a/cpu", "a/b/cuda:0", "/cud
 def test_what_is_no_host_is_refused_before_anything_starts(device):
     with pytest.raises(ConfigError, match="by a name that ssh knows"):
         RuntimeConfig.resolve(inventory=CUDA, devices=f"cuda:0,{device}")
+
+
+@pytest.fixture
+def ssh(tmp_path, monkeypatch):
+    for name, value in put_ssh(tmp_path).items():
+        monkeypatch.setenv(name, value)
+
+
+LOOKS = {
+    "older": ("differs", r"cannot work for this ComfyUI yet:\n  ComfyUI: none here, 0\.0\.1 there\. Update the older one\."),
+    "bare": ("not reached", r"ssh did not start a rank there\. .*/no/python.*\nIf Python .* say so in CP_HOST_bare: see docs/mach"),
+    "nowhere": ("not reached", r"It may sleep, or be switched off\. .*\nSee what this says: ssh -o BatchMode=yes nowhere true"),
+    "asleep": ("not reached", r"has not named its devices within 2 s\. See what this says: ssh"),
+    "gpubox": ("differs", r"the computer gpubox has no xpu device that torch there has code for"),  # and this is no difference
+}
+
+
+@pytest.mark.parametrize("host", LOOKS)
+def test_a_look_at_a_host_says_what_a_prompt_would(host, ssh, monkeypatch):
+    state, reason = LOOKS[host]
+    monkeypatch.setattr(hosts, "CHECK", 2.0 if host == "asleep" else 60.0)
+    began, kind = time.monotonic(), "xpu" if host == "gpubox" else "cpu"
+    found = hosts.check(host, WorkerSite(path=("/no/comfyui",)), kind)
+    assert (found[0], found[2]) == (state, [])
+    assert re.search(reason, found[1], re.DOTALL)
+    assert host != "asleep" or time.monotonic() - began < 10
+    children = [each for each in psutil.Process().children() if each.name() in ("ssh", "sleep", "cp-waiting")]
+    assert psutil.wait_procs(children, 5)[1] == []
+
+
+DEVICES = """
+from cp_runtime.pool.devices import devices_of
+
+torch.cuda.get_arch_list = lambda: ["sm_80", "sm_86"]
+assert devices_of("cuda") == [{"name": "cuda:1", "title": "RTX 3090", "memory": 24 << 30}], devices_of("cuda")
+assert devices_of("cpu") == [{"name": "cpu", "title": "", "memory": 0}]
+assert devices_of("npu") == []
+"""
+
+
+def test_devices_that_torch_has_code_for_are_named(run_on_cards):
+    run_on_cards(DEVICES, cards='kinds=("Tesla T4", "RTX 3090")')
