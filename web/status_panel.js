@@ -12,6 +12,7 @@ const STATUS = "/context_parallel/status";
 const RESTART = "/context_parallel/restart";
 const MEASURE = "/context_parallel/measure";
 const SETTINGS = "/context_parallel/settings";
+const HOSTS = "/context_parallel/hosts";
 const LANGUAGE = "/context_parallel/language";
 
 let status = null;
@@ -26,12 +27,12 @@ function show() {
 }
 
 function open(element) {
-  panel = makePanel({ restart, measure, prefer });
+  panel = makePanel({ restart, measure, prefer, check });
   element.replaceChildren(panel);
   show();
 }
 
-/** Have the server do something, take the status that it answers with, and say what went wrong. */
+/** Have the server do something, take the status that it answers with, and say what went wrong. Returns whether nothing did. */
 async function send(method, path, summary, body) {
   let problem = null;
   try {
@@ -43,6 +44,7 @@ async function send(method, path, summary, body) {
     problem = String(error);
   }
   if (problem) app.extensionManager.toast.add({ severity: "error", summary, detail: problem, life: 15000 });
+  return !problem;
 }
 
 async function restart() {
@@ -66,6 +68,13 @@ async function measure(stop) {
 async function prefer(changes) {
   await send("POST", SETTINGS, t("not_kept"), changes);
   show();
+}
+
+/** Have the server look whether another computer can work for this one. */
+async function check(host) {
+  const done = await send("POST", HOSTS, t("hosts.not_checked"), { host });
+  show();
+  return done;
 }
 
 /** Tell the server this browser's language: it writes the texts under nodes. */

@@ -20,6 +20,7 @@ from playwright.sync_api import Browser, BrowserContext, Locator, Page, Route, e
 from playwright.sync_api import TimeoutError as PlaywrightTimeout
 from support.chromium import CHROMIUM, MISSING
 from support.server import CHECKOUT, CUSTOM_NODES, GGUF_NODES, ComfyServer
+from support.ssh import put_ssh
 
 KEEP = os.environ.get("CP_SCREENSHOTS", "") == "1"
 PIXELS = 1024 if KEEP else 512  # pixels of what is sampled: pictures show what two processes gain of a large one
@@ -96,9 +97,10 @@ def browser_models(checkpoints_dir: Path, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture(scope="session")
-def browser_server(comfyui_path: Path, browser_models: Path) -> Iterator[ComfyServer]:
+def browser_server(comfyui_path: Path, browser_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyServer]:
     """A server of its own: these tests look at its workers from the first one on."""
-    with ComfyServer(comfyui_path, models=browser_models, custom_nodes=CUSTOM_NODES | GGUF_NODES) as running:
+    env = put_ssh(tmp_path_factory.mktemp("ssh"))
+    with ComfyServer(comfyui_path, models=browser_models, custom_nodes=CUSTOM_NODES | GGUF_NODES, env=env) as running:
         shutil.copy(comfyui_path / "input" / "example.png", running.base / "input")
         yield running
 

@@ -109,10 +109,10 @@ def test_one_visible_gpu_is_said_instead_of_a_start_that_never_comes(page, panel
 def test_nothing_is_kept_from_who_does_not_see_it_or_has_no_mouse(page, panel, tell):
     """By the rules of axe-core; what changes is announced, and Tab reaches whatever can be pressed, opened or scrolled."""
     memory = {"flux.safetensors": {"case": "sharded", "held": "6", "whole": "12", "unit": "gpu"}}
-    tell(state="failed", last_error=an_error(), errors=[an_error(), an_error()], memory=memory)
+    tell(state="failed", last_error=an_error(), errors=[an_error(), an_error()], memory=memory, hosts=HOSTS)
     expect(panel).to_contain_text("flux.safetensors: each GPU holds 6 of 12 GB")
-    panel.locator(".cp-details > summary").click()
-    panel.locator(".cp-past > summary").click()
+    for section in ("details", "past", "hosts"):
+        panel.locator(f".cp-{section} > summary").click()
     expect(panel.locator(".cp-past strong")).to_have_count(2)
     found = Axe().run(page, context=".cp-panel").response["violations"]
     assert [(each["id"], [node["html"] for node in each["nodes"]]) for each in found] == []
@@ -155,6 +155,10 @@ STATES = {
     "idle": {"state": "idle"},
     "failed": {"state": "failed", "last_error": an_error(), "errors": [an_error()]},
 }
+HOSTS = [
+    {"host": "pc2", "state": "ready", "reason": "", "devices": [{"name": "pc2/cuda:0", "title": "RTX 4090", "memory": 24 << 30}]},
+    {"host": "a-host.with-a-rather-long-name.example", "state": "differs", "reason": "torch: 2.8 here, 2.9 there.", "devices": []},
+]
 NARROW = {"width": 480, "height": 800}
 
 
@@ -166,8 +170,9 @@ def test_every_state_fits_a_narrow_window(page, panel, tell, picture, theme, lan
     page.wait_for_timeout(3000 if KEEP else 0)  # ComfyUI loads its own texts
     details = panel.locator(".cp-details > summary")
     details.click()
+    panel.locator(".cp-hosts > summary").click()
     for state, changes in STATES.items():
-        tell(**changes)
+        tell(**changes, hosts=HOSTS)
         beyond = panel.evaluate("""panel => [...panel.querySelectorAll('*')].filter(element => element.checkVisibility()
             && element.getBoundingClientRect().right > panel.getBoundingClientRect().right + 1
             && !element.closest('pre')).map(element => element.className + ': ' + element.textContent)""")

@@ -1,5 +1,6 @@
 """What ssh does: how ranks there start, what is said where they do not, and how they end."""
 
+import json
 import re
 import shutil
 import signal
@@ -135,15 +136,52 @@ def test_what_is_not_there_is_said(two, expected):
     assert_close(two.server.sample(two.prompt()(), timeout=120), expected)
 
 
+def look(two, host):
+    code, answer = two.server.answer("/context_parallel/hosts", "POST", data=json.dumps({"host": host}).encode())
+    assert code == 200
+    return answer
+
+
+def test_the_panel_looks_at_a_computer_without_a_rank(two, expected):
+    """And says what a prompt would; what runs there goes on."""
+    assert_close(two.server.sample(two.prompt()(), timeout=120), expected)
+    ranks = two.ranks_there()
+    found = look(two, "pc2")
+    assert (found["state"], found["reason"]) == ("ready", "")
+    assert found["devices"] == [{"name": "pc2/cpu", "title": "", "memory": 0}]
+    assert [(each["host"], each["state"]) for each in found["status"]["hosts"]] == [("pc2", "working")]
+    wait_for(lambda: two.ranks_there() == ranks, 10)
+    watch = Stopwatch("ssh, a computer that does not answer is looked at")
+    found = look(two, "10.77.0.9")
+    watch.within(11, "to the answer")
+    assert found["state"] == "not reached"
+    assert "ssh did not start a rank there. It may sleep, or be switched off." in found["reason"]
+    key = two.host.folder / "user.pub"
+    text = key.read_text()
+    key.write_text("")
+    try:
+        found = look(two, "pc2")
+    finally:
+        key.write_text(text)
+    assert found["state"] == "not reached"
+    assert re.search(r"Permission denied .*\nSee what this says: ssh -o BatchMode=yes pc2 true", found["reason"])
+    assert look(two, "pc2")["state"] == "ready"
+    assert_close(two.server.sample(two.prompt()(), timeout=120), expected)
+    wait_for(lambda: two.ranks_there() == ranks, 10)
+
+
 def test_another_version_there_is_named_with_the_remedy(two, expected):
     two.host.pack.unlink()
     shutil.copytree(ROOT / "cp_runtime", two.host.pack / "cp_runtime", ignore=shutil.ignore_patterns("__pycache__"))
     (two.host.pack / "cp_runtime" / "words.py").write_text("# older\n")
     try:
+        found = look(two, "pc2")
         two.server.answer("/context_parallel/restart", "POST")
         error = two.server.fails(two.prompt()(), "the computer pc2 cannot work for this ComfyUI yet", timeout=60).exception_message
         assert re.search(r"this pack: [0-9a-f]{16} here, [0-9a-f]{16} there\. Update the older one: git pull", error)
         assert "torch" not in error.partition("cannot work")[2]
+        assert found["state"] == "differs"
+        assert found["reason"] in error
     finally:
         shutil.rmtree(two.host.pack)
         two.host.pack.symlink_to(ROOT, target_is_directory=True)

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from support import families
 from support.faults import Faults
 from support.server import ComfyServer
+from support.ssh import put_ssh
 
 PREVIEWS = ("--preview-method", "latent2rgb")
 INSIDE = "model.diffusion_model.conditioner."
@@ -24,9 +25,15 @@ def pool_server(comfyui_path: Path, checkpoints_dir: Path, faults: Faults) -> It
 
 
 @pytest.fixture(scope="session")
-def off_server(comfyui_path: Path, checkpoints_dir: Path) -> Iterator[ComfyServer]:
-    """A server whose workers never start."""
-    with ComfyServer(comfyui_path, models=checkpoints_dir) as running:
+def ssh(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the stand-in for ssh."""
+    return tmp_path_factory.mktemp("ssh")
+
+
+@pytest.fixture(scope="session")
+def off_server(comfyui_path: Path, checkpoints_dir: Path, ssh: Path) -> Iterator[ComfyServer]:
+    """A server whose workers never start, with a stand-in for ssh."""
+    with ComfyServer(comfyui_path, models=checkpoints_dir, env=put_ssh(ssh)) as running:
         yield running
         assert running.worker_pids() == []
 

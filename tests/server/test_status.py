@@ -14,7 +14,9 @@ from support.node_graphs import assert_right
 from cp_runtime.version import VERSION
 
 CP = {"world_size": 2}
-STATUS, RESTART, MEASURE, SETTINGS = (f"/context_parallel/{name}" for name in ("status", "restart", "measure", "settings"))
+STATUS, RESTART, MEASURE, SETTINGS, HOSTS = (
+    f"/context_parallel/{name}" for name in ("status", "restart", "measure", "settings", "hosts")
+)
 BYPASSED, WAITING = "without Context Parallel in this run", "waiting for this run"
 LONG = {"width": 512, "height": 512, "steps": 60}
 
@@ -46,7 +48,7 @@ def test_what_the_panel_chooses_holds_for_graphs_without_a_config_and_starts_not
     assert off_server.worker_pids() == []
 
 
-@pytest.mark.parametrize("path", [SETTINGS])
+@pytest.mark.parametrize("path", [SETTINGS, HOSTS])
 def test_a_body_that_is_no_object_is_refused(off_server, path):
     for wrong in (b"", b"{", b"\xff", b"[" * 100_000, b"null", b"1", b'"add"', b'["devices"]'):
         code, answer = off_server.answer(path, "POST", data=wrong, headers={"Content-Type": "application/json; charset=none"})
@@ -68,7 +70,7 @@ def test_no_worker_yet(off_server):
     }
     nothing |= {"compiling": False}
     nothing |= dict.fromkeys(("alone", "backend", "peer_to_peer", "pace", "last_call", "last_vae_call", "starting", "loading"))
-    others = {name: off[name] for name in ("last_error", "errors", "speed", "settings")}  # of other tests, on one device
+    others = {name: off[name] for name in ("last_error", "errors", "speed", "settings", "hosts")}  # of other tests, on one device
     assert off == {"state": "off", "version": VERSION, **nothing, **others}
     assert off_server.answer(RESTART, "POST") == (200, {"restarted": False, "error": None, "status": off})
 
@@ -308,7 +310,7 @@ def test_a_repetition_on_one_device_ends_like_any_call(pool_server, expected, fa
     assert assert_right(pool_server, expected) == pids
 
 
-@pytest.mark.parametrize("path", [STATUS, RESTART, MEASURE, f"/api{STATUS}", f"/api{RESTART}", f"/api{MEASURE}", SETTINGS])
+@pytest.mark.parametrize("path", [STATUS, RESTART, MEASURE, f"/api{STATUS}", f"/api{RESTART}", f"/api{MEASURE}", SETTINGS, HOSTS])
 @pytest.mark.parametrize("headers", [{"Origin": "http://evil.example"}, {"Sec-Fetch-Site": "cross-site"}], ids=["origin", "fetch"])
 def test_other_sites_are_refused(pool_server, expected, path, headers):
     pids = assert_right(pool_server, expected)
@@ -316,7 +318,7 @@ def test_other_sites_are_refused(pool_server, expected, path, headers):
     assert pool_server.worker_pids() == pids
 
 
-@pytest.mark.parametrize("path", [RESTART, MEASURE, SETTINGS])
+@pytest.mark.parametrize("path", [RESTART, MEASURE, SETTINGS, HOSTS])
 def test_what_changes_something_is_no_get(pool_server, expected, path):
     """A link or an image on a page must not do it."""
     pids = assert_right(pool_server, expected)

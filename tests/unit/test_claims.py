@@ -48,7 +48,7 @@ def test_environment_variables_that_the_documents_name_are_read():
 
 def test_routes_that_the_documents_name_are_served():
     named = set(re.findall(r"(?<![\w/])(?:http://127.0.0.1:8188)?(/context_parallel/\w+)", WRITTEN))
-    assert len(named) == 6
+    assert len(named) == 7
     assert [route for route in sorted(named) if f'"{route}"' not in read("cp_runtime/comfy/ui/server.py")] == []
 
 

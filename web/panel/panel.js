@@ -4,6 +4,7 @@ import { details } from "./details.js";
 import { deviceCards } from "./device_cards.js";
 import { button, hint, labelledSwitch, make, renew, seconds } from "./elements.js";
 import { errorCard, pastErrors } from "./error_card.js";
+import { otherComputers } from "./hosts.js";
 import { rankList } from "./ranks.js";
 import { find, t } from "./texts.js";
 import { label, toggle, usesAll } from "../use_all_gpus.js";
@@ -13,7 +14,7 @@ const BUSY = ["starting", "loading", "computing"];
 const SETTLED = 1000; // milliseconds that a state lasts before it is read aloud: between two calls the ranks are idle
 
 /** The panel; its `update` takes the status and what this page is doing about the workers at the moment. */
-export function makePanel({ restart, measure, prefer }) {
+export function makePanel({ restart, measure, prefer, check }) {
   const speed = hint(make("div", "cp-speed"), t("hint.speed"));
   const measuring = hint(button("pi-stopwatch", () => measure(stoppable)), t("hint.measure"));
   const first = make("div", "cp-head", null, speed, measuring);
@@ -33,7 +34,8 @@ export function makePanel({ restart, measure, prefer }) {
   const byItself = labelledSwitch(t("measure_by_itself"), t("hint.measure_by_itself"), (measure) => prefer({ measure }));
   const past = pastErrors();
   const more = make("details", "cp-details", null, make("summary", "", t("details")), list, byItself, past);
-  const element = make("div", "cp-panel", null, first, decoded, held, head, activity, error, use, devices, body, more, live);
+  const hosts = otherComputers(check);
+  const element = make("div", "cp-panel", null, first, decoded, held, head, activity, error, use, devices, body, hosts, more, live);
   element.dataset.testid = "context-parallel-panel";
 
   let stoppable = false; // whether a measurement waits or goes on
@@ -79,6 +81,7 @@ export function makePanel({ restart, measure, prefer }) {
     clearInterval(tick);
     if (now?.starting) tick = setInterval(() => (element.isConnected ? say() : clearInterval(tick)), 1000);
     devices.update(now);
+    hosts.update(now);
     renew(body, working ? [rankList(now)] : []);
     renew(list, working ? details(now) : []);
     byItself.set(now?.settings.measure ?? true);

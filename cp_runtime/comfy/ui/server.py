@@ -17,6 +17,7 @@ from ...controller.journal import public_message
 from ...controller.run_stats import Node
 from ...errors import ContextParallelError, bad_value
 from ...words import ENGLISH, Words, words_in
+from .hosts import HOSTS
 from .runtime import CONTROLLER, found_devices, prefer
 from .status import activity, ending, node_text, status
 
@@ -75,6 +76,18 @@ def add_routes(server: Any) -> None:
         except ContextParallelError as error:
             return await answer(400, error=public_message(error))
         return await answer(error=None)
+
+    @routes.post("/context_parallel/hosts")
+    async def post_hosts(request: web.Request) -> web.Response:
+        """Look whether another computer can work for this one, see `Hosts.check`, by its name: `{"host": "gpubox"}`. Returns what
+        `Hosts` knows of it: `{"host": …, "state": …, "reason": …, "devices": […], "error": …, "status": {…}}`. 400 for no name."""
+        try:
+            asked = await _asked(request)
+            if asked.keys() != {"host"}:
+                raise bad_value("body", asked, '{"host": "gpubox"}', "Send the name of one host.")
+            return await answer(error=None, **await asyncio.wrap_future(HOSTS.check(asked["host"])))
+        except ContextParallelError as error:
+            return await answer(400, error=public_message(error))
 
     @routes.post("/context_parallel/language")
     async def post_language(request: web.Request) -> web.Response:

@@ -14,6 +14,7 @@ from ...pool.worker_pool import WorkerPool
 from ...system import system
 from ...version import VERSION
 from ...words import ENGLISH, Words, words_in
+from .hosts import HOSTS
 from .runtime import CONTROLLER, nothing_to_share
 
 LINGER = 1.0
@@ -43,6 +44,7 @@ def status(server: Any) -> dict[str, Any]:
         "last_error": _failure(journal.last_error), "errors": [_failure(each) for each in list(journal.errors)],
         "alone": alone and alone.described,
         "settings": asdict(CONTROLLER.preferences.chosen),
+        "hosts": HOSTS.listed(workers.pool if workers else None),
     }  # fmt: skip
     if workers is None:
         return found

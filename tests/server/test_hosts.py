@@ -1,0 +1,67 @@
+"""The route that looks at another computer; ssh is a stand-in here, the real one is in tests/machines."""
+
+import json
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from support.faults import SLACK, wait_for
+from support.processes import descendants
+from support.ssh import started
+
+HOSTS = "/context_parallel/hosts"
+READY = {"host": "gpubox", "state": "ready", "reason": "", "devices": [{"name": "gpubox/cpu", "title": "", "memory": 0}]}
+
+
+def look(server, host):
+    return server.answer(HOSTS, "POST", data=json.dumps({"host": host}).encode())
+
+
+def test_a_computer_is_looked_at_once_without_ranks_while_the_server_goes_on(off_server, ssh):
+    with ThreadPoolExecutor() as pool:
+        asked = [pool.submit(look, off_server, "gpubox") for _ in range(3)]
+        off_server.wait_status(lambda status: {**READY, "state": "checking", "devices": []} in status["hosts"])
+        began = time.monotonic()
+        off_server.status()
+        assert time.monotonic() - began < 1.0 * SLACK
+        answers = [each.result() for each in asked]
+    for code, answer in answers:
+        assert (code, answer["error"]) == (200, None)
+        assert READY in answer["status"]["hosts"]
+        assert {name: answer[name] for name in READY} == READY
+    assert started(ssh).count("gpubox") == 1
+    assert off_server.worker_pids() == []
+    wait_for(lambda: not descendants(off_server.pid), 10)
+
+
+WRONG = {
+    "older": ("differs", r"the computer older cannot work .* yet:\n  ComfyUI: [\d.]+ here, 0\.0\.1 there\. Update the older one\."),
+    "nowhere": ("not reached", r"It may sleep.* No route to host\nSee what this says: ssh -o BatchMode=yes nowhere true"),
+}
+
+
+@pytest.mark.parametrize("host", WRONG)
+def test_what_is_wrong_is_said(off_server, host):
+    state, reason = WRONG[host]
+    code, answer = look(off_server, host)
+    assert (code, answer["state"], answer["devices"]) == (200, state, [])
+    assert re.search(reason, answer["reason"], re.DOTALL)
+    assert {name: answer[name] for name in READY} in off_server.status()["hosts"]
+
+
+NO_NAME = ("-oProxyCommand=touch x", "me@gpubox", "", "a b", "a/b", "ä", "x" * 300, 1, None, ["gpubox"])
+
+
+@pytest.mark.parametrize("host", NO_NAME)
+def test_what_is_no_name_starts_nothing(off_server, ssh, host):
+    before = started(ssh)
+    code, answer = look(off_server, host)
+    assert code == 400
+    assert answer["error"].startswith("host: Give the name after Host in your ssh configuration: ")
+    assert started(ssh) == before
+
+
+def test_nothing_but_a_host_is_asked_for(off_server):
+    code, answer = off_server.answer(HOSTS, "POST", data=b'{"host": "gpubox", "user": "me"}')
+    assert (code, answer["error"].partition(" Got ")[0]) == (400, "body: Send the name of one host.")
