@@ -1,7 +1,8 @@
 // How the nodes look: large enough for what they show, rarely used inputs folded away, devices to choose from.
 
 import { app } from "../../scripts/app.js";
-import { chosen, foundDevices, labelOf, withOther } from "./devices.js";
+import { chosenIn, foundDevices, labelOf, otherDevice, withOther, write } from "./devices.js";
+import { make } from "./panel/elements.js";
 import { loadTexts, t } from "./panel/texts.js";
 
 const SMALLEST = { ApplyContextParallel: [240, 0], CPReport: [440, 380] }; // pixels
@@ -56,18 +57,26 @@ function addButton(node, label, pressed) {
   return button;
 }
 
-/** A menu of devices, each of which a click takes in or out. */
-function choose(node, devices, event) {
-  const widget = node.widgets.find((each) => each.name === "devices");
-  const on = chosen(widget.value, 0, devices);
-  const entries = devices.map((device) => ({ content: `${on.includes(device.name) ? "☑" : "☐"} ${labelOf(device)}`, device }));
+/** A menu of devices, each of which a click takes in or out. `before`: others that it had before a click. */
+function choose(node, devices, event, before = []) {
+  const now = chosenIn(node, devices);
+  const others = [...new Set([...before, ...now.others])];
+  const entries = [...devices, ...others.map((name) => otherDevice(name, devices))].map((device) => {
+    const on = now.on.includes(device.name) || now.others.includes(device.name);
+    return { content: asHtml(`${on ? "☑" : "☐"} ${labelOf(device)}`), device };
+  });
   new LiteGraph.ContextMenu(entries, {
     event,
     title: t("nodes.devices"),
     callback({ device }) {
-      widget.value = withOther(on, device.name, devices);
+      write(node, withOther(now, device.name, devices));
       node.graph?.setDirtyCanvas(true, true);
-      choose(node, devices, event); // open again: several can be chosen
+      choose(node, devices, event, others); // open again: several can be chosen
     },
   });
+}
+
+/** A menu takes HTML, and names come from workflows. */
+function asHtml(text) {
+  return make("span", "", text).innerHTML;
 }

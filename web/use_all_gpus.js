@@ -4,7 +4,7 @@
 
 import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
-import { choice, forget, foundDevices } from "./devices.js";
+import { aloneIn, choice, forget, foundDevices } from "./devices.js";
 import { t } from "./panel/texts.js";
 
 const APPLY = "ApplyContextParallel";
@@ -224,7 +224,8 @@ function say(severity, detail) {
 /** Use all GPUs, or one again where all are used. One step of undo. `chosen`: for these nodes only. */
 async function change(chosen) {
   const [answer, found] = await Promise.all([api.fetchApi("/context_parallel/status"), foundDevices()]);
-  const { alone, settings } = answer.ok ? await answer.json() : {};
+  const status = answer.ok ? await answer.json() : {};
+  const alone = aloneIn(status);
   if (alone) return say("warn", t(`alone.${alone.case}`, alone));
   const all = usesAll(chosen);
   const count = graphs().flatMap((graph) => models(graph, chosen)).length;
@@ -240,9 +241,9 @@ async function change(chosen) {
   }
   if (all) return say("info", chosen ? t("use_all.taken_out_selected") : t("use_all.taken_out"));
   forget(); // no event has told of the change yet
-  const { on } = settings ? choice(settings, found.devices) : { on: found.devices };
-  if (on.length < 2) return say("warn", t("use_all.one_is_on", { all: found.devices.length }));
-  const devices = on.length;
+  const { on, others } = status.settings ? choice(status.settings, found.devices) : { on: found.devices, others: [] };
+  const devices = on.length + others.length;
+  if (devices < 2) return say("warn", t("use_all.one_is_on", { all: found.devices.length }));
   return say("info", count === 1 ? t("use_all.done_one", { devices }) : t("use_all.done", { count, devices }));
 }
 

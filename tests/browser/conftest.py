@@ -38,6 +38,7 @@ SETTINGS = {
 }
 TIDY = """() => {
     app.graph.clear();
+    LiteGraph.closeAllContextMenus();
     if (app.extensionManager.focusMode) app.extensionManager.toggleFocusMode();
     app.extensionManager.sidebarTab.activeSidebarTabId = null;
     app.extensionManager.toast.removeAll();

@@ -2,6 +2,7 @@
 
 from browser.conftest import MADE_UP_GPUS
 from playwright.sync_api import expect
+from support.graphs import flux_prompt
 
 TELL = "status => app.api.dispatchCustomEvent('context_parallel.status', status)"
 GPUS = [{"name": f"gpubox/cuda:{number}", "title": "RTX 4090", "memory": 24 << 30} for number in (0, 1)]
@@ -56,6 +57,10 @@ def test_its_gpus_are_named_as_cp_config_takes_them(browser_server, page, panel)
     copy.click()
     expect(copy).to_have_text("Copied")
     assert page.evaluate("navigator.clipboard.readText()") == "cuda:0, cuda:1, cuda:2, gpubox/cuda:0, gpubox/cuda:1"
+    config = flux_prompt(cp={"devices": "cuda:2,gpubox/cuda:1,tower/cuda:0"})
+    page.evaluate("prompt => app.loadApiJson(prompt, 'test')", config)
+    page.evaluate("() => app.api.dispatchCustomEvent('graphChanged', {})")
+    expect(line.locator("code")).to_have_text("cuda:2, gpubox/cuda:1, tower/cuda:0, gpubox/cuda:0")  # what is there stays
     page.evaluate(TELL, {**status, "hosts": [{**host, "state": "differs", "reason": "torch: 2.8 here, 2.9 there."}]})
     expect(state).to_have_text("reached, but cannot work yet")
     expect(line).to_contain_text("torch: 2.8 here, 2.9 there.")

@@ -237,6 +237,28 @@ def test_devices_can_be_picked(page):
     page.keyboard.press("Escape")
 
 
+@MADE_UP_GPUS
+def test_devices_that_are_picked_leave_other_computers_alone(page):
+    """A name is text, whatever a workflow has there. The number of GPUs goes: it would contradict the names."""
+    add_node(page, "CPConfig")
+    page.wait_for_function("() => app.graph.nodes[0].widgets.some(widget => widget.name === 'Choose devices…')")
+    show_node(page, "CPConfig")
+    values = "app.graph.nodes[0].widgets.slice(0, 2).map(widget => widget.value)"
+    set_both = "text => app.graph.nodes[0].widgets.slice(0, 2).forEach((widget, at) => { widget.value = [4, text][at]; })"
+    page.evaluate(set_both, "cuda:0,cuda:1,gpubox/cuda:0,<hr>")
+    page.mouse.click(*point_in(page, "CPConfig", "Choose devices…"))
+    menu = page.locator(".litecontextmenu")
+    expect(menu.get_by_text("not found on this computer")).to_be_visible()
+    expect(menu.locator("hr")).to_have_count(0)
+    menu.get_by_text("☑ cuda:1 RTX 3090 24 GB").click()
+    assert page.evaluate(values) == [0, "cuda:0,<hr>,gpubox/cuda:0"]
+    menu.get_by_text("☑ gpubox/cuda:0").click()
+    assert page.evaluate(values) == [0, "cuda:0,<hr>"]
+    menu.get_by_text("☐ gpubox/cuda:0").click()
+    assert page.evaluate(values) == [0, "cuda:0,<hr>,gpubox/cuda:0"]
+    page.keyboard.press("Escape")
+
+
 def test_help(page, picture):
     add_node(page, "CPConfig")
     page.mouse.click(*point_in(page, "CPConfig"))

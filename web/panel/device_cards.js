@@ -1,6 +1,6 @@
 // The devices before anything has run: what each is, how they reach each other, and a switch for each.
 
-import { choice, foundDevices, gigabytes, switchDevice } from "../devices.js";
+import { aloneIn, choice, foundDevices, gigabytes, otherDevice, switchDevice } from "../devices.js";
 import { make, makeSwitch } from "./elements.js";
 import { deviceName } from "./ranks.js";
 import { t } from "./texts.js";
@@ -15,33 +15,52 @@ export function deviceCards(prefer) {
   summary.title = element.title; // a screen reader reads the hint of what has the focus
   element.hidden = true;
   let found = null;
-  let switches = [];
+  let own = []; // switches of this computer's devices
+  let more = []; // those of others that are named
   let working = null; // whether there were workers
   let status = null;
 
   function show() {
     element.hidden = !found?.devices.length || !status;
     if (element.hidden) return;
-    const { by, on } = choice(status.settings, found.devices);
-    const used = status.alone ? found.devices.slice(0, 1).map((device) => device.name) : on;
-    summary.textContent = t("devices.summary", { count: used.length, all: found.devices.length });
-    for (const { name, input } of switches) {
-      input.checked = used.includes(name);
-      input.disabled = by === "fixed" || Boolean(status.alone) || used.join() === name;
+    const { by, on, others, listed } = choice(status.settings, found.devices);
+    const alone = Boolean(aloneIn(status));
+    const used = alone ? found.devices.slice(0, 1).map((device) => device.name) : on;
+    showMore(listed.map((name) => otherDevice(name, found.devices, status.hosts)));
+    for (const { device, input } of own) {
+      input.checked = used.includes(device.name);
+      input.disabled = by === "fixed" || alone || used.join() === device.name;
     }
-    note.textContent = [status.speed ? "" : hope(found, used), reach(found), t(`devices.by.${status.alone ? "one" : by}`)].filter(Boolean).join(" ");
+    for (const { device, input } of more) {
+      input.checked = !alone && others.includes(device.name);
+      input.disabled = by === "fixed";
+    }
+    const count = [...own, ...more].filter(({ input }) => input.checked).length;
+    summary.textContent = t("devices.summary", { count, all: own.length + more.length });
+    const apart = !alone && others.length > 0; // what is known of links and speed-ups is of this computer alone
+    const known = [status.speed || apart ? "" : hope(found, used), reach(found, apart)];
+    note.textContent = [...known, t(`devices.by.${alone ? "one" : by}`)].filter(Boolean).join(" ");
+  }
+
+  function showMore(devices) {
+    if (JSON.stringify(devices) === JSON.stringify(more.map(({ device }) => device))) return; // else the focus would be lost
+    more.forEach((each) => each.card.remove());
+    more = devices.map((device, at) => switchOf(device, own.length + at));
+    list.append(...more.map((each) => each.card));
+  }
+
+  function switchOf(device, at) {
+    const input = makeSwitch(async () => {
+      await switchDevice(device.name, status.settings, found.devices, prefer);
+      show();
+    });
+    return { device, input, card: card(device, at, input) };
   }
 
   async function look() {
     found = await foundDevices();
-    switches = found.devices.map((device, at) => {
-      const input = makeSwitch(async () => {
-        await switchDevice(device.name, status.settings, found.devices, prefer);
-        show();
-      });
-      return { name: device.name, input, card: card(device, at, input) };
-    });
-    list.replaceChildren(...switches.map((each) => each.card));
+    own = found.devices.map(switchOf);
+    list.replaceChildren(...own.map((each) => each.card));
     show();
   }
 
@@ -58,7 +77,7 @@ export function deviceCards(prefer) {
 }
 
 function card(device, at, input) {
-  const title = device.name.startsWith("cpu") ? t("devices.cpu") : device.title;
+  const title = device.name.startsWith("cpu") ? device.title || t("devices.cpu") : device.title || device.name;
   const words = make("span", "cp-device", null, make("strong", "", deviceName(at, device.name)), make("span", "cp-name", title));
   const element = make("label", "cp-rank", null, input, words, make("span", "cp-memory", gigabytes(device.memory)));
   element.dataset.device = device.name;
@@ -74,9 +93,9 @@ function hope({ devices, expected }, used) {
 }
 
 /** How they reach each other, or why there are none. */
-function reach({ devices, indirect, reason }) {
+function reach({ devices, indirect, reason }, apart) {
   if (reason) return t(`alone.${reason.case}`, reason);
-  if (indirect === null || devices.length < 2) return "";
+  if (apart || indirect === null || devices.length < 2) return "";
   if (!indirect.length) return t("devices.direct");
   const names = indirect.map((pair) => pair.split(" to ").map((name) => deviceName(0, name)).sort().join(" – "));
   const pairs = [...new Set(names)];

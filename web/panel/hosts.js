@@ -26,6 +26,12 @@ export function otherComputers(check) {
     if (host && (await check(host)) && name.value.trim() === host) name.value = "";
   });
 
+  /** What CP Config names now, with a device of this computer, which it has to begin with. */
+  function namesNow() {
+    const { on, others } = choice(status.settings, here);
+    return [...(on.length ? on : here.map((device) => device.name)), ...others];
+  }
+
   function show() {
     element.hidden = !status;
     const hosts = status?.hosts ?? [];
@@ -39,7 +45,7 @@ export function otherComputers(check) {
         lines.set(each.host, lineOf(each.host));
         list.append(lines.get(each.host));
       }
-      lines.get(each.host).update(each, choice(status.settings, here).on);
+      lines.get(each.host).update(each, namesNow());
     }
   }
 
@@ -57,7 +63,7 @@ export function otherComputers(check) {
   return element;
 }
 
-/** A host; its `update` takes what the server says of it, and the names of the devices that compute here. */
+/** A host; its `update` takes what the server says of it, and the names of the devices that compute now. */
 function lineOf(host) {
   const state = make("span");
   const own = make("p", "cp-name cp-names");
@@ -67,13 +73,14 @@ function lineOf(host) {
   const put = make("div", "cp-facts", null, make("p", "cp-note", t("hosts.put")), make("div", "cp-rank", null, text, copyButton(text)));
   const element = make("div", "cp-facts", null, make("div", "cp-rank", null, make("strong", "", host), state), own, reason, put);
   element.dataset.host = host;
-  element.update = (now, here) => {
+  element.update = (now, names) => {
     state.textContent = t(`hosts.state.${now.state}`);
     state.className = `cp-state cp-${COLOURS[now.state] ?? "failed"}`;
     own.textContent = now.devices.map(labelOf).join("\n");
     if (reason.textContent !== now.reason) reason.textContent = now.reason; // it may be selected
     reason.hidden = !now.reason;
-    text.textContent = [...here, ...now.devices.map((device) => device.name)].join(", ");
+    const further = now.devices.map((device) => device.name).filter((name) => !names.includes(name));
+    text.textContent = [...names, ...further].join(", ");
     own.hidden = put.hidden = !now.devices.length;
   };
   return element;

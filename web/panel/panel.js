@@ -1,5 +1,6 @@
 // The panel itself. Only what has nothing to click or select is made anew by an event.
 
+import { aloneIn } from "../devices.js";
 import { details } from "./details.js";
 import { deviceCards } from "./device_cards.js";
 import { button, hint, labelledSwitch, make, renew, seconds } from "./elements.js";
@@ -76,7 +77,7 @@ export function makePanel({ restart, measure, prefer, check }) {
     };
     say();
     error.update(now?.last_error);
-    use.hidden = !now || Boolean(now.alone) || !error.hidden || BUSY.includes(state);
+    use.hidden = !now || Boolean(aloneIn(now)) || !error.hidden || BUSY.includes(state);
     if (!use.hidden) use.say(label()); // it looks at the whole graph, and events come several times a second
     clearInterval(tick);
     if (now?.starting) tick = setInterval(() => (element.isConnected ? say() : clearInterval(tick)), 1000);
@@ -107,7 +108,8 @@ function heldOf([model, parts]) {
 /** What the workers do at the moment, in a line. `skew` is what this clock is ahead of the server's, in seconds. */
 function activityOf(now, state, skew) {
   if (now?.starting) return startOf(now, skew);
-  if (state === "off" && now.alone) return t(`alone.${now.alone.case}`, now.alone);
+  const alone = state === "off" && aloneIn(now);
+  if (alone) return t(`alone.${alone.case}`, alone);
   if (state === "off" && !usesAll()) return t("use_all.first");
   if (state === "off" || state === "failed") return t(`next.${state}`);
   if (now?.loading) return loadingOf(now.loading);

@@ -5,11 +5,12 @@ import { find, t } from "./texts.js";
 
 const GPUS = ["cuda", "xpu"];
 
-/** "GPU 1" for cuda:1, "Process 0" for a rank on the CPU: all of those have the same device. */
+/** "GPU 1" for cuda:1, "GPU 1 (gpubox)" for gpubox/cuda:1, "Process 0" for a rank on the CPU: all of those have the same device. */
 export function deviceName(rank, device) {
-  const [kind, index] = (device ?? "cpu").split(":");
-  if (kind === "cpu") return t("process", { rank });
-  return `${GPUS.includes(kind) ? "GPU" : kind.toUpperCase()} ${index ?? rank}`;
+  const [own, host] = (device ?? "cpu").split("/").reverse();
+  const [kind, index] = own.split(":");
+  const name = kind === "cpu" ? t("process", { rank }) : `${GPUS.includes(kind) ? "GPU" : kind.toUpperCase()} ${index ?? 0}`;
+  return host ? `${name} (${host})` : name;
 }
 
 /** A line for each rank. The one that failed is marked; those that were ended with it say why. */
