@@ -7,6 +7,7 @@ see a picture with fewer rows.
 - A convolution runs on this rank's rows as they are. Meanwhile the neighbouring rows arrive, and the few rows of the result that
   depend on them are computed again. Large tensors are not copied, and the padding of the picture's edges does not matter (zeros,
   replicated, reflected, by the convolution or before it): only padding between ranks is replaced.
+- Circular padding, which makes seamless pictures, is rows of the picture's other end.
 - GroupNorm uses mean and variance of all rows, merged from each rank's in float32.
 - Attention is `context_parallel_attention` over the tokens of all ranks.
 - Caches of causal convolutions hold frames of this rank's rows: time is not split.
@@ -74,6 +75,7 @@ class SplitRows(TorchFunctionMode):
             **dict.fromkeys(CONVOLUTIONS, self._conv),
             F.group_norm: self._group_norm,
             F.interpolate: self._interpolate,
+            F.pad: self._pad,
             F.scaled_dot_product_attention: self._sdpa,
         }
 
@@ -155,6 +157,24 @@ class SplitRows(TorchFunctionMode):
                 )
             above, below = given[0] if edges[0] else above, given[2] if edges[1] else below
         return above, own, below
+
+    def _pad(
+        self, func: Callable[..., Tensor], input: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
+    ) -> Tensor:
+        place = -2 - 2 * self._dim  # pairs of numbers, from the last dimension on
+        above, below = pad[place : place + 2] if mode == "circular" and len(pad) > place else (0, 0)
+        if not above and not below:
+            return func(input, pad, mode, value)
+        dim, rows, owned = self._dim, input.shape[self._dim], self._layout.owned_lengths
+        there = [rank for rank, length in enumerate(owned) if length]
+        if rows % self._held or max(above, below) > rows // self._held * min(owned[there[0]], owned[there[-1]]):
+            raise PlanError(f"circular padding by {above} and {below} of {rows} rows is not shared. Decode in tiles.")
+        top, bottom = input.narrow(dim, 0, below), input.narrow(dim, rows - above, above)
+        lengths = [below * (rank == there[0]) + above * (rank == there[-1]) for rank in range(len(owned))]
+        mine = [part for part, rank in ((top, there[0]), (bottom, there[-1])) if rank == self._mesh.rank]
+        (ends,) = self._mesh.whole.all_gather([torch.cat([input.narrow(dim, 0, 0), *mine], dim)], lengths, dim)
+        top, bottom = ends.split([below, above], dim)
+        return func(torch.cat([bottom, input, top], dim), [*pad[:place], 0, 0, *pad[place + 2 :]], mode, value)
 
     def _group_norm(
         self,

@@ -61,6 +61,22 @@ for name, vae in TINY_VAES.items():
                 encode=difference(model, plan, "encode", picture, vae.ratio),
             )  # fmt: skip
 
+for name in ("SD", "Flux"):  # as nodes for seamless pictures have them
+    vae = TINY_VAES[name]
+    model = build(vae)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Conv2d):
+            module.padding_mode = "circular"
+    for size, (batch, rows, columns) in SIZES[world].items():
+        generator = torch.Generator().manual_seed(7)
+        latent = torch.randn((batch, vae.channels, rows, columns), generator=generator)
+        picture = torch.randn((batch, 3, rows * vae.ratio, columns * vae.ratio), generator=generator)
+        report(
+            vae=name, size=f"seamless {size}", frames=0,
+            decode=difference(model, row_plan_for(model), "decode", latent, 1),
+            encode=difference(model, row_plan_for(model), "encode", picture, vae.ratio),
+        )  # fmt: skip
+
 if world == 3:  # of which one takes three times as many rows, as far as there are as many
     unequal = SequenceMesh(dist.group.WORLD, shares=(3, 1, 1))
     for name, rows in (("Flux", 9), ("Flux", 4), ("Wan 2.1", 9)):
