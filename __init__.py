@@ -5,7 +5,6 @@ from functools import partial
 from comfy_api.latest import ComfyExtension, io
 from server import PromptServer
 
-from .cp_runtime.comfy.ui.recipes import watch_loaders, watch_node_loaders
 from .cp_runtime.comfy.ui.runtime import import_ahead
 from .cp_runtime.comfy.ui.server import add_routes, start_events
 from .cp_runtime.comfy.ui.stock_loads import watch_stock_loads
@@ -18,12 +17,10 @@ class ContextParallelExtension(ComfyExtension):
     """The node pack."""
 
     async def on_load(self) -> None:
-        watch_loaders()
         watch_stock_loads()
         server = getattr(PromptServer, "instance", None)
         if server is not None:  # none where ComfyUI's nodes run without its server
             add_routes(server)
-            server.add_on_prompt_handler(watch_node_loaders)
             server.add_on_prompt_handler(partial(import_ahead, {node.__name__ for node in SHARING}))
             start_events(server)
 

@@ -85,7 +85,7 @@ JOBS = (
     Job(
         name="bits",
         paths=(
-            *files("unit", "shared_weights", "cast_weights"),
+            *files("unit", "shared_weights"),
             *files("ranks/weights", "quantised", "staged_weights"),
             *files("ranks/families", "stages", "patches"),
         ),

@@ -35,7 +35,6 @@ from support.package import load_package
 
 load_package()
 
-from cp_runtime.comfy.shared.recipe import NODE_LOADERS
 from cp_runtime.comfyui import TESTED
 
 PAGE = ROOT / "docs" / "generated" / "coverage.md"
@@ -129,9 +128,7 @@ weights; *unnamed* files do not tell it. *Not shown*: no test has.
 
 ## Loaders of node packs
 
-The ranks repeat the calls of these nodes. No template has one; tests use a pack of their own.
-
-{loaders}
+The ranks get what any loader has made. No template has one of a pack; tests use packs of their own.
 
 ## Node classes
 
@@ -210,7 +207,6 @@ def page(needs: list[Needs], report: Report) -> str:
         total=len(needs),
         lacking="".join(f"\n{number}. {reason}" for reason, number in notes.items()),
         families="\n".join(families),
-        loaders=", ".join(shown("node", name) for name in NODE_LOADERS),
         classes=len(classes),
         untested=", ".join(shown("node", name) for name in classes if not report.has("node", name)) or "none",
     )

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from ..engine.compiled import CompileSettings
 from ..engine.cost import CallWork
+from ..errors import ProtocolError
 from ..nested import tensors
+from ..pool.blocks import SharedBlock
 from ..pool.messages import Describe, Described, Load, Loaded
 from ..pool.protocol import TensorPacker
 from ..timing.prediction import guess
@@ -41,7 +43,7 @@ class ModelState(Protocol):
 
     @property
     def key(self) -> str:
-        """Key of recipe and file."""
+        """Names this state of it."""
 
     @property
     def patches_uuid(self) -> str:
@@ -56,12 +58,12 @@ class ModelState(Protocol):
         """Its file, as ComfyUI's loaders show it."""
 
     @property
-    def loader_code(self) -> Code | None:
-        """Code by which the ranks load it, besides their own."""
+    def kind(self) -> str:
+        """What models have in common that were loaded alike."""
 
     @property
-    def describe(self) -> Callable[[], dict[str, Any]]:
-        """Says what its file is, by which ranks on other computers find it there."""
+    def blocks(self) -> Sequence[SharedBlock]:
+        """Memory with its weights."""
 
     def request(self, placement: str, device_bytes: int) -> tuple[Load, TensorPacker]:
         """Return the load request and the tensors of its weight patches. `device_bytes`: of weights on each rank's device."""
@@ -78,6 +80,10 @@ class ModelState(Protocol):
         and both values, UnsupportedError where code in this process has changed it."""
 
 
+def _no_network(network: nn.Module) -> tuple[bytes, Sequence[Tensor]]:
+    raise ProtocolError(f"a call without patches has a network, {type(network).__name__}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelCall:
     """One call of a method of a model: of a transformer's innermost forward, or of a VAE's decode or encode."""
@@ -87,12 +93,13 @@ class ModelCall:
     leading: tuple[str, ...]  # names of the first arguments, the latent and the timestep, which change with every call
     device: torch.device  # of the result
     in_place: tuple[str, ...]  # arguments that ranks leave in the memory of the message: each copies only its part
-    encode_network: Callable[[nn.Module], Any]  # makes plain data and tensors of a network
+    encode_network: Callable[[nn.Module], tuple[bytes, Sequence[Tensor]]] = _no_network  # writes those of patches
     mixes_batch: bool = False  # another node's patch needs all items of the batch
     all_tokens: bool = False  # its attention needs all tokens of a head at once
     networks: Mapping[str, nn.Module] = field(default_factory=dict)  # networks of patches in the arguments, by key
     code: Code | None = None  # of patches in the arguments
-    memory_scale: float = 1.0  # expected memory of the call / ComfyUI's estimate for the latent
+    memory: tuple[float, ...] = ()  # bytes that ComfyUI expects it to take with one item, with two, ...; none of a VAE
+    memory_scale: float = 1.0  # expected memory of the call / these
     compile: CompileSettings | None = None  # of the model's blocks; None = uncompiled
     sampling: bool = True  # part of a sampling run, unlike the calls of a VAE
 

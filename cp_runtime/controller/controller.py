@@ -150,8 +150,10 @@ class Controller:
                 threading.Thread(target=self._restart, args=(self._restarting,), name="restart of workers", daemon=True).start()
             return self._restarting
 
-    def own(self, key: str, model: Any) -> None:
-        """Register a model of this process under a key: the ranks keep theirs while it exists."""
+    def own(self, key: str, model: Any, before: str) -> None:
+        """Register a model of this process under a key: the ranks keep theirs while it exists, and is in that state. `before`: the
+        key of its state before; "" = none."""
+        self._owners.setdefault(before, WeakSet()).discard(model)
         self._owners.setdefault(key, WeakSet()).add(model)
 
     def close(self) -> None:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import mmap
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
+from ..engine.weights.packing import round_up
 from ..errors import ContextParallelError, RankOutOfMemory
 from ..pool.blocks import SharedBlock
 from ..pool.config import RuntimeConfig
-from ..pool.messages import AttachNetwork, Available, Describe, Drop, MakeRoom
-from ..pool.protocol import TensorPacker, flatten
+from ..pool.messages import AttachNetwork, Available, Describe, Drop, Load, MakeRoom
+from ..pool.protocol import TensorPacker
 from ..pool.settings import OFFLOADED, PLACEMENTS, SHARDED, STAGED, WHOLE
 from ..pool.tensor_cache import CallEncoder
 from ..pool.worker_pool import WorkerPool
@@ -103,7 +106,7 @@ class Models:
         apart = config.chooses_ranks and target.demand.stages and not config.memory_per_rank and room is not None
         by_rank = [each for each in free if each is not None] if apart and len(set(config.devices)) == len(free) else ()
         resident = self.held.get(target.key)
-        tried = self._shortages.of(config.devices, target.key)
+        tried = self._shortages.of(config.devices, target.kind)
         known = [next_smaller(target.demand, each, config.world_size) or each for each in tried if each != STAGED]
         if resident is not None and resident.asked == asked_of(config) and resident.choice.placement != STAGED:
             known.append(resident.choice.placement)  # for a larger call
@@ -118,7 +121,7 @@ class Models:
         """Record that a rank ran out of memory: from its next load on, the model takes less of it where it can."""
         resident = self.resident.get(target.key)
         if resident is not None:
-            self._shortages.note(self._pool.config.devices, target.key, resident.choice.placement)
+            self._shortages.note(self._pool.config.devices, target.kind, resident.choice.placement)
 
     def for_every_rank(self, free: list[int | None]) -> int | None:
         """Return the bytes available on every rank, from each rank's free device memory; None where ranks are CPUs."""
@@ -147,26 +150,29 @@ class Models:
             # The same weights with the same placement: only the settings behind the choice are new.
             resident.choice, resident.asked, resident.call_bytes = choice, asked_of(config), target.demand.call
             return
-        self.compare_code(target.loader_code, cancelled)
         held = target.demand.on_device(choice.placement, self._pool.world_size, stages)
         request, packer = target.request(choice.placement, held)
         formats, travelled = self._common_formats(cancelled), bool(self._pool.apart)
-        file = target.describe() if self._pool.hosts else {}
-        request = replace(request, stages=stages, formats=formats, travelled=travelled, file=file)
+        request = replace(
+            request, stages=stages, formats=formats, travelled=travelled, memory_nbytes=round_up(packer.nbytes, mmap.PAGESIZE)
+        )
         self.resident.pop(target.key, None)
         name = target.name
         self.begin(name)
         try:
             with contextlib.closing(SharedBlock()) as memory:  # not that of messages: the ranks keep it
                 with self._pool.named_errors("load"):
-                    packer.write(memory.view(packer.nbytes))
+                    packer.write(memory.view(request.memory_nbytes))
+                    if travelled and not (resident is not None and resident.choice.placement == choice.placement):
+                        self._add_blocks(memory, request, target)
                 request = replace(request, memory=memory.address)
                 whole = memory.view(memory.size)  # all of it, as ranks see it
                 replies = self._pool.request(request, kept=whole, cancelled=cancelled)
-                target.verify(request, whole, replies, self._pool.pids, partial(self._pool.request, cancelled=cancelled))
+                own, ask = whole[: request.memory_nbytes], partial(self._pool.request, cancelled=cancelled)
+                target.verify(request, own, replies, self._pool.pids, ask)
         except BaseException as error:
             if isinstance(error, RankOutOfMemory):
-                self._shortages.note(self._pool.config.devices, target.key, choice.placement)
+                self._shortages.note(self._pool.config.devices, target.kind, choice.placement)
             self._forget(target.key)
             raise
         parts = held_parts(choice, held, target.demand.weights, unit_of(config.device_type), self._pool.world_size)
@@ -177,6 +183,17 @@ class Models:
             name, replies[0].bytes / 1e6, len(request.patches), self._pool.world_size,
             max(reply.seconds for reply in replies), choice.reason,
         )  # fmt: skip
+
+    def _add_blocks(self, memory: SharedBlock, request: Load, target: ModelState) -> None:
+        """Put a model's weights behind what else is sent, for ranks that cannot map them."""
+        nbytes = sum(block.size for block in target.blocks)
+        if self._pool.hosts:
+            log.warning("%s: %.1f GB of weights go over the network to %s", target.name, nbytes / 1e9, ", ".join(self._pool.hosts))
+        end = request.memory_nbytes
+        for block in target.blocks:
+            begin, end = end, end + block.size
+            pages = mmap.mmap(block.fd, block.size, access=mmap.ACCESS_READ)
+            memory.view(end)[begin:].copy_(torch.frombuffer(pages, dtype=torch.uint8))
 
     def _common_formats(self, cancelled: Callable[[], bool]) -> tuple[str, ...]:
         """Return the quantised formats that the devices of all ranks multiply in. Ranks know: this process may not see all
@@ -204,7 +221,9 @@ class Models:
         """Send the networks of a call's patches, each once."""
         for key in call.networks.keys() - self._networks.keys():
             packer = TensorPacker()
-            request = AttachNetwork(key=key, network=flatten(call.encode_network(call.networks[key]), packer.add))
+            data, tensors = call.encode_network(call.networks[key])
+            sent = [packer.add(each, key) for each in (torch.frombuffer(bytearray(data), dtype=torch.uint8), *tensors)]
+            request = AttachNetwork(key=key, network=sent[0], tensors=tuple(sent[1:]))
             try:
                 self._pool.request(request, packer, cancelled=cancelled)
             except BaseException:

@@ -127,7 +127,7 @@ class Workers:
         """Run a call of the model `target`, which must be loaded. Return its output and record. `run`: its sampling run, if any."""
         self.sampling, placement = call.sampling, self.models.resident[target.key].choice.placement
         if not call.sampling or placement == STAGED:
-            out, record = self._run(config, target.key, call, call.kind(target.key), self.pool.world_size, cancelled)
+            out, record = self._run(config, target.key, call, call.kind(target.kind), self.pool.world_size, cancelled)
         else:
             out, record = self._timed(config, target, call, run, cancelled)
         if config.weights == "auto" and placement in (SHARDED, OFFLOADED) and self._link_is_slow(record):
@@ -141,7 +141,7 @@ class Workers:
         self, config: RuntimeConfig, target: ModelState, call: ModelCall, run: RunStats, cancelled: Callable[[], bool]
     ) -> tuple[Any, CallRecord]:
         """Run a call on the number of ranks chosen as fastest, and record its times."""
-        ranks, kind, chooser = self._ranks(config, target.key), run.now or call.kind(target.key), self._chooser
+        ranks, kind, chooser = self._ranks(config, target.key), run.now or call.kind(target.kind), self._chooser
         failed, expected = self._shortages.of(config.devices, kind), target.demand.call
         guess, count, choice = None, ranks.most or ranks.size, None
         with _harmless():
@@ -188,7 +188,7 @@ class Workers:
         sharded weights all ranks compute the same, since they gather blocks together."""
         if not self._fits(target.demand.call):
             return None
-        kind = run.now or call.kind(target.key)
+        kind = run.now or call.kind(target.kind)
         self.comparing = True
         try:
             out, record = self._run(config, target.key, call, kind, 1, cancelled)
@@ -206,7 +206,7 @@ class Workers:
     def run_exact(self, config: RuntimeConfig, target: ModelState, call: ModelCall, cancelled: Callable[[], bool]) -> Any:
         """Repeat a call in patches, exactly; return its output."""
         exact = replace(config, pipeline=replace(config.staged, patches=1))
-        return self._run(exact, target.key, call, call.kind(target.key), self.pool.world_size, cancelled)[0]
+        return self._run(exact, target.key, call, call.kind(target.kind), self.pool.world_size, cancelled)[0]
 
     def _link_is_slow(self, record: CallRecord) -> bool:
         """Return whether a call over sharded weights took longer than it would on one device, after one that warmed up."""
@@ -234,6 +234,7 @@ class Workers:
             batch_degree=1 if call.mixes_batch else config.batch_degree,
             leading=call.leading,
             in_place=call.in_place,
+            memory=call.memory,
             memory_scale=call.memory_scale,
             compile=call.compile,
             compile_or_raise=config.on_unsupported == "error",

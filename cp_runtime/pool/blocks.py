@@ -24,10 +24,10 @@ _MOMENT = 5e-4  # seconds between two looks for a message
 
 
 class SharedBlock:
-    """Bytes that two processes map."""
+    """Bytes that two processes map. `is_file`: of a file on a disk."""
 
-    def __init__(self, fd: int | None = None) -> None:
-        self.fd = system.memory_fd() if fd is None else fd
+    def __init__(self, fd: int | None = None, *, is_file: bool = False) -> None:
+        self.fd, self.is_file = system.memory_fd() if fd is None else fd, is_file
         self._mapped: Tensor | None = None
 
     def view(self, nbytes: int) -> Tensor:

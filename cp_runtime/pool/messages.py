@@ -125,14 +125,8 @@ class Loaded(Report):
     """A model is there."""
 
     digest: str  # of the weight patches
-    patches_uuid: str
-    dtype: str
-    cast_dtype: str
     formats: tuple[str, ...]  # quantised ones that the device multiplies in
-    samples: dict[str, str]  # of its weights, by name
-    code: str  # hashes of what it computes with, of what its modules hold, and of the numbers there: `comfy.shared`
-    state: str
-    contents: str
+    code: str  # hash of what it computes with: `comfy.shared.fingerprint`
     bytes: int  # of its weights
     seconds: float
 
@@ -142,8 +136,6 @@ class Described(Report):
     """What a rank computes with."""
 
     code: dict[str, str]  # hashes by name
-    held: dict[str, dict[str, str]]  # of a model: `comfy.shared.state.State`
-    contents: dict[str, str]
     failed: dict[str, str]  # node packs whose import has ended with an error
 
 
@@ -318,13 +310,24 @@ class Echo(Packed[Value]):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Block:
+    """Memory of the controller's process: an address as `blocks.SharedBlock` has it, its size in bytes, and whether it is a file on
+    a disk, of which a rank maps pages of its own."""
+
+    address: tuple[int, int]
+    nbytes: int
+    is_file: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class Load(Request[Loaded]):
     """Hold a model with these weight patches."""
 
     report: ClassVar[type[Any]] = Loaded
-    key: str  # of the recipe
-    recipe: dict[str, Any]  # `comfy.shared.recipe.Recipe` as JSON
-    file: dict[str, Any] = field(default_factory=dict)  # by which another computer finds it: `comfy.shared.recipe.describe`
+    key: str  # of this state of the model
+    name: str  # for people
+    network: Tree  # bytes of `comfy.shared.values.packed`
+    blocks: tuple[Block, ...]  # memory that its weights are in
     patches: Tree
     patches_uuid: str
     placement: str = "whole"
@@ -333,7 +336,8 @@ class Load(Request[Loaded]):
     formats: tuple[str, ...] = ()  # quantised ones that the devices of all ranks multiply in
     roots: tuple[str, ...] = ()  # classes and functions that compute with it, besides its own: by name
     packs: tuple[str, ...] = ()  # paths of node packs to import first
-    memory: tuple[int, int] = (0, 0)  # where the tensors of the patches lie: a process id, and a descriptor there
+    memory: tuple[int, int] = (0, 0)  # where network and patches lie, for ranks that map it: see `Block`
+    memory_nbytes: int = 0  # of these; behind them come the blocks, for ranks that cannot map any
     travelled: bool = False  # they go through a pipe: all their bytes are compared, and not samples
 
 
@@ -349,7 +353,8 @@ class Call(Packed[CallReport]):
     batch_degree: int
     leading: tuple[str, ...]  # names of the arguments that change with every call
     in_place: tuple[str, ...]  # names of those that ranks leave in the memory of the message
-    memory_scale: float  # times the memory that ComfyUI expects, which the call may need
+    memory: tuple[float, ...]  # bytes that ComfyUI expects a call to take, with one item, with two, ...; none of a VAE
+    memory_scale: float  # times these, which the call may need
     compile: CompileSettings | None  # of the blocks; None = they are not compiled
     compile_or_raise: bool  # a block that cannot be compiled is an error
     cancel_every: int  # planned modules between two polls for Cancel; 0 = none
@@ -362,7 +367,8 @@ class AttachNetwork(Request[Done]):
     """Hold a network that patches of other nodes refer to by this key."""
 
     key: str
-    network: Tree
+    network: Tree  # bytes of `comfy.ui.objects.write`
+    tensors: tuple[Any, ...]  # its tensors
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import json
 import logging
 import mmap
@@ -17,7 +18,7 @@ import os
 import queue
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, cast
@@ -39,6 +40,7 @@ from .launcher import name_limit
 from .messages import (
     KINDS,
     Arrived,
+    Block,
     CallOutcome,
     CallReport,
     Cancel,
@@ -273,9 +275,25 @@ class Worker:
         """
         if self._blocks is None:
             return block.clone() if self._handed is not None and not self._feeds else block  # the next message comes there
+        return torch.frombuffer(self._map(memory, own=True), dtype=torch.uint8)
+
+    def buffers(self, blocks: Sequence[Block], kept: Tensor, start: int) -> list[Any]:
+        """Return the memory of blocks: as this rank maps it, or from where it came, `start` bytes behind the beginning of what the
+        controller left."""
+        if self._blocks is not None:
+            return [self._map(block.address, own=block.is_file or self.device.type == "cpu") for block in blocks]
+        ends = [*itertools.accumulate((block.nbytes for block in blocks), initial=start)]
+        return [kept[begin:end].numpy().data for begin, end in itertools.pairwise(ends)]
+
+    def _map(self, memory: tuple[int, int], *, own: bool) -> mmap.mmap:
+        """Map memory of the controller. Raises ProtocolError: there is no such memory.
+
+        Args:
+            own: pages that this rank writes to are its own. Others are the controller's, which CUDA can register without a copy.
+        """
         try:
-            with open(system.foreign_fd(*memory), "rb") as file:
-                return torch.frombuffer(system.private_pages(file.fileno()), dtype=torch.uint8)
+            with open(system.foreign_fd(*memory, writable=not own), "rb") as file:
+                return system.private_pages(file.fileno()) if own else mmap.mmap(file.fileno(), 0)
         except (OSError, ValueError) as error:
             raise ProtocolError(f"no memory of process {memory[0]} under number {memory[1]}: {error}") from error
 

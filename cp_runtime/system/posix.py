@@ -35,6 +35,9 @@ _quick = ctypes.PyDLL(None)
 # Memory
 
 
+_AT_ONCE = 1 << 28  # bytes of a write
+
+
 def memory_fd(name: str = "context-parallel") -> int:
     """Return a file in memory, which grows, has no name to leak, and does not count against /dev/shm. `name`: what lists of a
     process's files show."""
@@ -47,6 +50,13 @@ def reserve(fd: int, size: int, start: int = 0) -> None:
     os.posix_fallocate(fd, start, size - start)
 
 
+def write_at(fd: int, data: memoryview, start: int) -> None:
+    """Write bytes into a file. Raises OSError: there is no room."""
+    while data:
+        count = os.pwrite(fd, data[:_AT_ONCE], start)
+        data, start = data[count:], start + count
+
+
 def shrink(fd: int, size: int) -> None:
     """Give memory above a size back. Mappings stay, and get pages again when the file grows again."""
     os.ftruncate(fd, size)
@@ -57,9 +67,9 @@ def number_of(fd: int) -> int:
     return fd
 
 
-def foreign_fd(pid: int, number: int) -> int:
+def foreign_fd(pid: int, number: int, *, writable: bool = True) -> int:
     """Open a file of another process. Raises OSError."""
-    return os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+    return os.open(f"/proc/{pid}/fd/{number}", (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
 
 
 def path_of(fd: int) -> str:
@@ -73,8 +83,6 @@ def private_pages(fd: int) -> mmap.mmap:
 
 
 file_pages = private_pages
-SHARES_PAGES = True
-"""Whether ComfyUI's own weights may be pages of a file: a write to one stays private."""
 
 
 def to_replace(path: str) -> str:
@@ -95,40 +103,32 @@ def store_file() -> Iterator[int]:
         os.close(fd)
 
 
-def map_ranges(path: str, unwritten: bool) -> list[tuple[int, int]]:
-    """Return (first address, address after the last) of where this process has mapped a file. `unwritten`: only those without a
-    page that this process has written to, and has to itself since.
-    """
-    return [(start, stop) for start, stop, _ in _mappings(path) if not (unwritten and _written_pages(start, stop))]
+def mapped_files() -> list[tuple[int, int, str]]:
+    """Return (first address, address after the last, path) of the files that this process has mapped, in order. Another file may
+    have that path by now: see `file_ranges`."""
+    return [(*span, words[5].rstrip("\n")) for span, words in _maps() if len(words) > 5 and words[5].startswith("/")]
 
 
-def written_ranges(path: str) -> list[tuple[int, int, int]]:
-    """Return (first address, address after the last, place in the file) of the pages of a mapped file that this process has written
-    to. What it wrote may be what was there."""
-    found: list[tuple[int, int, int]] = []
-    for start, stop, place in _mappings(path):
-        for number in _written_pages(start, stop):
-            at = start + number * mmap.PAGESIZE
-            if found and found[-1][1] == at:
-                found[-1] = found[-1][0], at + mmap.PAGESIZE, found[-1][2]
-            else:
-                found.append((at, at + mmap.PAGESIZE, place + number * mmap.PAGESIZE))
-    return found
+def file_ranges(path: str) -> list[tuple[int, int, int]]:
+    """Return (first address, address after the last, place in the file) of where this process has mapped the file of that path.
 
-
-def _mappings(path: str) -> list[tuple[int, int, int]]:
-    """Return (first address, address after the last, place in the file) of where this process has mapped a file.
-
-    Device and inode come from a page mapped for this purpose: on some file systems `stat` reports others than the kernel.
+    Device and inode come from a page mapped for this purpose: on some file systems `stat` reports others than the kernel. Raises
+    OSError: there is no such file.
     """
     with open(path, "rb") as file:
         page = mmap.mmap(file.fileno(), 1, access=mmap.ACCESS_COPY)
     at = ctypes.addressof(ctypes.c_char.from_buffer(page))
+    found = _maps()
+    ours = next(words[3:5] for (start, stop), words in found if start <= at < stop)
+    own = at, at + mmap.PAGESIZE
+    return [(*span, int(words[2], 16)) for span, words in found if words[3:5] == ours and span != own]
+
+
+def _maps() -> list[tuple[tuple[int, int], list[str]]]:
+    """Return the addresses of every mapping of this process, and the system's words for it."""
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as entries:
-        found = [entry.split(maxsplit=5) for entry in entries]
-    spans = [(int(start, 16), int(stop, 16)) for start, stop in (words[0].split("-") for words in found)]
-    ours = next(words[3:5] for (start, stop), words in zip(spans, found, strict=True) if start <= at < stop)
-    return [(*span, int(words[2], 16)) for span, words in zip(spans, found, strict=True) if words[3:5] == ours]
+        words = [entry.split(maxsplit=5) for entry in entries]
+    return [((int(start, 16), int(stop, 16)), each) for each in words for start, stop in (each[0].split("-"),)]
 
 
 # Of the last of the eight bytes that pagemap has for a page: https://docs.kernel.org/admin-guide/mm/pagemap.html
@@ -136,17 +136,12 @@ _PRESENT, _SWAPPED, _SHARED = 1 << 7, 1 << 6, 1 << 5
 _IS_OWN = bytes(kind & _SWAPPED > 0 or kind & (_PRESENT | _SHARED) == _PRESENT for kind in range(256))
 
 
-def _written_pages(start: int, stop: int) -> list[int]:
-    """Return the numbers of pages of these addresses, at which a file is mapped, that are no longer the file's."""
-    first, after = start // mmap.PAGESIZE * 8, stop // mmap.PAGESIZE * 8
+def is_written(begin: int, end: int) -> bool:
+    """Return whether this process has written to a page of a file that it has mapped at these addresses, and has it to itself."""
+    first, after = begin // mmap.PAGESIZE * 8, -(-end // mmap.PAGESIZE) * 8
     with open("/proc/self/pagemap", "rb") as entries:
         entries.seek(first)
-        own = entries.read(after - first)[7::8].translate(_IS_OWN)
-    found, at = [], own.find(1)
-    while at >= 0:
-        found.append(at)
-        at = own.find(1, at + 1)
-    return found
+        return 1 in entries.read(after - first)[7::8].translate(_IS_OWN)
 
 
 def release_pages(begin: int, end: int) -> None:

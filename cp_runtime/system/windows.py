@@ -91,6 +91,9 @@ def _foreign(pid: int, handle: int) -> int:
 # Memory
 
 
+_AT_ONCE = 1 << 28  # bytes of a write
+
+
 def memory_fd(name: str = "context-parallel") -> int:
     """Make a file that goes with its last handle, and that the system keeps in memory while there is room."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_BINARY | os.O_NOINHERIT | os.O_TEMPORARY | os.O_SHORT_LIVED
@@ -102,6 +105,12 @@ def reserve(fd: int, size: int, start: int = 0) -> None:
         os.ftruncate(fd, size)
 
 
+def write_at(fd: int, data: memoryview, start: int) -> None:
+    os.lseek(fd, start, os.SEEK_SET)
+    while data:
+        data = data[os.write(fd, data[:_AT_ONCE]) :]
+
+
 def shrink(fd: int, size: int) -> None:
     """Do nothing: a mapped file cannot shrink here."""
 
@@ -110,7 +119,7 @@ def number_of(fd: int) -> int:
     return msvcrt.get_osfhandle(fd)
 
 
-def foreign_fd(pid: int, number: int) -> int:
+def foreign_fd(pid: int, number: int, *, writable: bool = True) -> int:
     return msvcrt.open_osfhandle(_foreign(pid, number), os.O_RDWR | os.O_BINARY)
 
 
@@ -163,17 +172,17 @@ def store_file() -> Iterator[int]:
             os.unlink(path)
 
 
-SHARES_PAGES = False  # a write would end ComfyUI
-
-
-def written_ranges(path: str) -> list[tuple[int, int, int]]:
-    """Return nothing: the system does not tell."""
+def mapped_files() -> list[tuple[int, int, str]]:
+    """Return nothing: the system does not say."""
     return []
 
 
-def map_ranges(path: str, unwritten: bool) -> list[tuple[int, int]]:
-    """Return nothing: the system does not say, and pages of a file that is mapped for reading are its own to drop."""
+def file_ranges(path: str) -> list[tuple[int, int, int]]:
     return []
+
+
+def is_written(begin: int, end: int) -> bool:
+    return True
 
 
 def release_pages(begin: int, end: int) -> None: ...

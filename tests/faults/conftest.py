@@ -48,7 +48,7 @@ def temp(tmp_path):
 def shelf(checkpoints_dir, tmp_path_factory):
     """A folder of models."""
     base = tmp_path_factory.mktemp("shelf")
-    for folder in ("diffusion_models", "checkpoints"):
+    for folder in ("diffusion_models", "checkpoints", "loras"):
         (base / "models" / folder).mkdir(parents=True)
     shutil.copy(checkpoints_dir / "diffusion_models" / "flux.safetensors", base / "models" / "diffusion_models")
     return base

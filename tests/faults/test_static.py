@@ -1,6 +1,7 @@
 """Case 34: nothing in the package can run what it is sent."""
 
 import ast
+import re
 
 import pytest
 from support.faults import note
@@ -27,8 +28,8 @@ FORBIDDEN_METHODS = {
 }  # fmt: skip
 # Code by name, each with its reason.
 DYNAMIC_IMPORTS = {
-    ("cp_runtime/comfy/shared/modules.py", "find"): "callers let names in PACKAGES and MIRRORED through, and no others",
-    ("cp_runtime/comfy/rank/factory.py", "_module"): "a file of a node pack that ComfyUI has imported",
+    ("cp_runtime/comfy/shared/modules.py", "find"): "on a rank, for its parent; or names in MIRRORED",
+    ("cp_runtime/comfy/shared/made.py", "take_module"): "on a rank, for its parent",
     ("cp_runtime/engine/attention/kernels.py", "installed"): "callers pass literals, or a name of SAGE_MODES",
     ("cp_runtime/families/__init__.py", ""): "the files of its own folder",
     ("cp_runtime/pool/rank_program.py", "import_by_name"): "a constant, or what the owner of the pool names",
@@ -36,10 +37,16 @@ DYNAMIC_IMPORTS = {
     ("cp_runtime/pool/worker.py", "_import"): "the owner of the pool names the module, among those of this package",
     ("cp_runtime/comfy/rank/attention.py", "attention_by_name"): "the names are in the plan tables",
 }
+# Parts of FORBIDDEN_MODULES, each with its reason.
+PARTS = {
+    ("cp_runtime/comfy/ui/objects.py", "pickle.Pickler"): "ComfyUI's process writes for its own ranks, and reads nothing",
+    ("cp_runtime/comfy/rank/objects.py", "pickle.Unpickler"): "a rank, for its parent; `ui` imports nothing of `rank`",
+}
 # Uses of FORBIDDEN_CALLS, each with its reason.
 PROCESSES = {
     ("cp_runtime/pool/blocks.py", "store_port", "socket.create_server"): "on loopback, where a rank cannot open the file of others",
     ("cp_runtime/pool/blocks.py", "store_port", "torch.distributed.TCPStore"): "the same: nothing in it is unpickled",
+    ("cp_runtime/comfy/rank/objects.py", "find_class", "?.find_class"): "of the one reader: it knows this package's own functions",
     ("cp_runtime/pool/worker.py", "_connect", "torch.distributed.TCPStore"): "its client",
     ("cp_runtime/pool/there.py", "be_child", "os.fork"): "before anything is imported; the rank runs no other program",
 }
@@ -76,7 +83,7 @@ class Offences(ast.NodeVisitor):
 
     def imported(self, node: ast.AST, name: str) -> None:
         parts = name.split(".")
-        if any(".".join(parts[:n]) in FORBIDDEN_MODULES for n in range(1, len(parts) + 1)):
+        if (self.file, name) not in PARTS and any(".".join(parts[:n]) in FORBIDDEN_MODULES for n in range(1, len(parts) + 1)):
             self.offence(node, f"imports {name}")
 
     def dotted(self, node: ast.AST) -> str:
@@ -158,6 +165,17 @@ BAD_SNIPPETS = [
 @pytest.mark.parametrize("snippet", BAD_SNIPPETS)
 def test_the_static_check_finds(snippet):
     assert offences(snippet)
+
+
+def test_comfyuis_process_unpickles_nothing():
+    """Only ranks have what reads a pickle, and nothing outside of their folder imports from it."""
+    sides = {"cp_runtime/comfy/rank", "cp_runtime/pool/rank_program.py"}
+    for file in sorted((ROOT / "cp_runtime").rglob("*.py")):
+        place = str(file.relative_to(ROOT))
+        if not place.startswith(tuple(sides)):
+            source = file.read_text()
+            assert "npickler" not in source, place
+            assert not re.search(r"^\s*(from|import) \S*(comfy\.rank|\.\.rank)\b", source, re.MULTILINE), place
 
 
 def test_no_code_of_the_package_can_run_what_it_is_sent():

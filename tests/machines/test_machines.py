@@ -75,54 +75,18 @@ def test_parity_of_vaes(name, method, mode, size, devices, two):
     assert off <= (1e-5 if mode == "exact" else 0)
 
 
-def test_a_vae_that_is_missing_there_is_named(two):
-    file = two.host.models / "vae" / "kl_vae.safetensors"
-    file.rename(file.with_suffix(".away"))
+@pytest.mark.parametrize("weights", ["whole", "sharded"])
+def test_no_model_file_is_needed_there(weights, two):
+    """Weights go over the network, and the log says so."""
+    prompt, expected = flux(FOUR, weights=weights), two.server.sample(flux_prompt())
+    folder = two.host.models / "diffusion_models"
+    folder.rename(folder.with_suffix(".away"))
     try:
         two.server.free_first()
-        words = "pc2 has no model file kl_vae.safetensors. Copy it there, into "
-        two.server.fails(vae_prompt("kl", "decode", "exact", devices=TWO), words)
+        assert_close(two.server.sample(prompt(), timeout=120), expected)
+        assert re.search(r"flux\.safetensors: 0\.\d GB of weights go over the network to pc2", two.server.log_text())
     finally:
-        file.with_suffix(".away").rename(file)
-    two.server.run(vae_prompt("kl", "decode", "exact", devices=TWO)).check()
-
-
-@pytest.mark.parametrize("weights", ["whole", "sharded"])
-def test_a_model_file_that_is_overwritten_there(weights, two):
-    """While its ranks use it, and with its time put back. Then it is another one than here, until it is copied again."""
-    prompt = flux(TWO, weights=weights)
-    file, expected = two.host.models / "diffusion_models" / "flux.safetensors", two.server.sample(prompt(), timeout=120)
-    before, content = file.stat(), file.read_bytes()
-    with file.open("r+b") as opened:
-        opened.seek(-4096, os.SEEK_END)
-        opened.write(bytes(4096))
-    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
-    error = two.server.fails(prompt(), f"{file} changed on disk after ComfyUI had loaded it", timeout=60).exception_message
-    error = two.server.fails(prompt(), "pc2 has another model file flux.safetensors than ComfyUI's", timeout=60).exception_message
-    copy = re.search(r"Copy it again: scp (\S+) pc2:(\S+\.new) && ssh pc2 'mv (\S+) (\S+)'", error)
-    assert copy.groups()[1:] == (f"{file}.new", f"{file}.new", str(file))
-    file.with_suffix(".new").write_bytes(content)
-    file.with_suffix(".new").rename(file)
-    assert_close(two.server.sample(prompt(), timeout=120), expected)
-
-
-def test_a_model_file_that_is_gone_here_is_named(two, checkpoints_dir):
-    """Between queueing and loading: ComfyUI has the model by then."""
-    file = checkpoints_dir / "diffusion_models" / "flux.safetensors"
-    two.server.run(flux_prompt(ckpt=WIDE, cp={"devices": TWO}, width=64, height=64, steps=1), timeout=120).check()
-    first = two.server.queue(flux_prompt(cp={"world_size": 1}, steps=900, width=256, height=256))
-    two.server.wait_for_step(first)
-    second = two.server.queue(flux_prompt(cp={"devices": TWO, "ranks_per_call": "all"}))
-    file.rename(file.with_suffix(".away"))
-    try:
-        two.server.interrupt()
-        error = two.server.wait(second, 60).error
-        assert error is not None
-        assert "flux.safetensors cannot be read" in error.exception_message
-    finally:
-        file.with_suffix(".away").rename(file)
-    two.server.free_first()  # it has another time now
-    two.run().check()
+        folder.with_suffix(".away").rename(folder)
 
 
 def flux(devices, cfg=1.0, **cp):

@@ -109,10 +109,7 @@ def test_patches_inside_the_transformer_are_refused_or_run_on_a_single_device(ki
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("no_recipe", "the loader of this Flux model left no recipe"),
-        ("foreign_recipe", "_no_recipe: among its arguments, [0] is a comfy.model_patcher.ModelPatcher"),
         ("multigpu", "MultiGPU CFG Split"),
-        ("subclass", "OtherPatcher of another node pack"),
         ("on_load", "runs code whenever the model is loaded"),
     ],
 )
@@ -141,7 +138,7 @@ def test_classes_that_a_pack_changed(server):
 
 
 MODULES = {
-    "module": ("wan_t2v_low", "a node changed the class of head.head, now Sequential"),
+    "module": ("wan_t2v_low", "a node replaced the class of head.head.1: "),
     "chosen_attention": ("wan_i2v", "the model file chooses attention_of_a_pack for blocks.0.self_attn of WanModel"),
 }
 

@@ -88,14 +88,25 @@ class TestVAE:
             assert now["pace"] == (now["speed"]["seconds_per_call"] or now["last_call"]["seconds"])
             assert now["speed"]["parts"]["ranks"] == 2
 
+    @pytest.mark.bits("the same tiles, blended by the same node")
+    @pytest.mark.parametrize("world", [on_ranks(2)])
+    @pytest.mark.parametrize("video", [False, True])
+    def test_a_vae_without_a_file(self, server, world, video):
+        """A node has made it in memory."""
+
+        def made(mode, **settings):
+            prompt = vae_prompt("taehv" if video else "taesd", "decode", mode, **settings)
+            prompt["vae"] = {"class_type": "TestVae", "inputs": {"seed": 1, "channels": 16 if video else 4, "video": video}}
+            return server.sample(prompt)
+
+        assert (made("tiles", world=world) == made("tiled")).all()
+
     @pytest.mark.bits("the stock path")
     @pytest.mark.parametrize("world", [on_ranks(2)])
     def test_what_cannot_run_is_refused_by_name(self, server, world):
         server.fails(vae_prompt("taesd", "decode", "exact"), "TAESD has no plan for mode exact", "Set mode to tiles")
         prompt = vae_prompt("taesd", "decode", "tiles")
-        prompt["vae"] = {"class_type": "TestVae", "inputs": {"seed": 1, "channels": 4, "video": False}}
-        server.fails(prompt, "left no recipe")
-        prompt["vae"]["inputs"]["own_tiles"] = True
+        prompt["vae"] = {"class_type": "TestVae", "inputs": {"seed": 1, "channels": 4, "video": False, "own_tiles": True}}
         for mode in ("auto", "tiles"):
             prompt["run"]["inputs"]["mode"] = mode
             server.fails(prompt, "TAESD cuts tiles by itself, which the ranks cannot share. Use VAE Decode")

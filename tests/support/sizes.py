@@ -8,6 +8,12 @@ from collections.abc import Mapping
 from types import CodeType, FunctionType
 from typing import Any
 
+FACE = {"comfy.ldm.wan.model_animate": {32: 8, 64: 12, 128: 16, 256: 24, 512: 48, 1024: 72}}
+LYRIC_ENCODER = {"comfy.ldm.ace.lyric_encoder": {1024: 64, 4096: 128, 6: 2}}
+AT_IMPORT = {**FACE, **LYRIC_ENCODER}
+"""Also in code that runs after a model is made: every process has these from the import on, as ranks load no file that names
+them."""
+
 
 def resize(modules: Mapping[str, Mapping[int, int]]) -> None:
     """Replace whole numbers in the functions of modules' own classes: what is done stays the same. Once is as good as twice.

@@ -1,12 +1,10 @@
 """What tests that need no ComfyUI share."""
 
 import os
-import random
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
-from typing import Any
 
 import pytest
 from support import preloaded
@@ -43,25 +41,3 @@ def run_program(tmp_path: Path) -> Run:
 def run_on_cards(run_program: Run) -> Run:
     """Runs a program on fake CUDA devices, which change torch; `cards`: arguments of `stand_in.Cards`."""
     return lambda text, cards="": run_program(ON_CARDS.format(cards=cards) + text)
-
-
-@pytest.fixture
-def content(request: pytest.FixtureRequest) -> bytes:
-    """Of a model file; its size as parameter."""
-    return random.Random(1).randbytes(getattr(request, "param", 1 << 20))
-
-
-@pytest.fixture
-def folders(content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any], ...]:
-    """Model folders of two computers with the same file in both, and its recipe."""
-    from cp_runtime.comfy.shared.recipe import file_stamp
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    made = []
-    for name in ("one", "two"):
-        folder = tmp_path / name / "diffusion_models"
-        (folder / "flux").mkdir(parents=True)
-        (folder / "flux" / "the model.sft").write_bytes(content)
-        made.append({"diffusion_models": [str(folder)]})
-    path = f"{made[0]['diffusion_models'][0]}/flux/the model.sft"
-    return *made, {"loader": "load_diffusion_model", "path": path, "stamp": list(file_stamp(path))}

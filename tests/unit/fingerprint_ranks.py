@@ -27,7 +27,8 @@ from support.ranks import finish, report, start
 
 start()
 from cp_runtime.comfy.shared.fingerprint import classes_of, code_of, differing, found  # noqa: E402
-from cp_runtime.comfy.shared.state import change_in, state_of, without_later  # noqa: E402
+from cp_runtime.comfy.ui.objects import Settings, write  # noqa: E402
+from cp_runtime.errors import MirrorError  # noqa: E402
 
 wan = build(families.load("wan").MODELS["wan t2v"])
 wan.head.head = comfy.ops.manual_cast.Linear(96, 64)
@@ -35,6 +36,15 @@ classes = classes_of(wan)
 first = code_of(classes)
 backwards = code_of(sorted(classes, key=lambda cls: cls.__qualname__, reverse=True))
 report(name="stock", names=len(first.hashes), backwards=differing(first.hashes, backwards.hashes), holds=first.holds())
+
+
+def by_value(network):
+    """What travels; or why it does not."""
+    try:
+        written = write(network, Settings(later=False))
+    except MirrorError as error:
+        return str(error)
+    return written.data, [tensor.numpy().tobytes() for tensor in written.tensors if not tensor.is_meta]
 
 
 def foreign(*args, **kwargs):
@@ -198,8 +208,8 @@ with patch.object(importlib.import_module("comfy.utils"), "PROGRESS_BAR_HOOK", f
 
 # An attribute that a helper of the constructor assigns is no cache.
 ltxv = build(next(iter(families.load("ltxv").MODELS.values())))
-before, ltxv.patchifier = state_of(ltxv), Callable()
-report(name="patchifier", names=[change_in(without_later(ltxv, before), without_later(ltxv, state_of(ltxv)))])
+before, ltxv.patchifier = by_value(ltxv), Callable()
+report(name="patchifier", field=True, same=True, changed=by_value(ltxv) != before)
 
 
 def between(before, after, change=lambda: None):
@@ -258,9 +268,10 @@ for name, (function, use) in USED.items():
 for name, odd in {"object": Odd(), "number": 10**5000, "tuple": nested, "class": type("Odd", (), {"__module__": 3})}.items():
     report(name=f"odd {name}", odd=True, **between(closed(odd), closed(odd)))
     vars(wan)["of_a_pack"] = odd
-    report(name=f"odd {name} in a module", odd=True, names=[change_in(state_of(wan), state_of(wan))])
+    report(name=f"odd {name} in a module", odd=True, names=[] if by_value(wan) == by_value(wan) else [name])
     del wan.of_a_pack
-report(name="lazy", odd=True, names=[change_in(state_of(torch.nn.LazyLinear(3)), state_of(torch.nn.LazyLinear(3)))])
+lazy = torch.nn.LazyLinear(3)
+report(name="lazy", odd=True, names=[] if by_value(lazy) == by_value(lazy) else ["lazy"])
 
 
 def with_scale(value):
@@ -308,10 +319,11 @@ FIELDS = {
 }
 for name, (before, after) in FIELDS.items():
     wan.of_a_pack = before
-    state = state_of(wan)
-    same = change_in(state, state_of(wan))
+    first_look, second_look = by_value(wan), by_value(wan)
     wan.of_a_pack = after
-    report(name=f"field, {name}", field=True, same=same, change=change_in(state, state_of(wan)))
+    now = by_value(wan)
+    changed = now != first_look
+    report(name=f"field, {name}", field=True, same=first_look == second_look, changed=changed)
     del wan.of_a_pack
 
 # What torch does to itself when it compiles.

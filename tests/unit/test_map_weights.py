@@ -2,6 +2,7 @@
 
 import json
 import math
+import mmap
 import os
 import struct
 
@@ -13,8 +14,9 @@ from support import processes
 from torch import nn
 
 from cp_runtime import map_weights
-from cp_runtime.engine.weights.pages import give_back, mapped
+from cp_runtime.engine.weights.pages import give_back
 from cp_runtime.errors import ConfigError
+from cp_runtime.system import system
 
 
 class Model(nn.Module):
@@ -86,7 +88,6 @@ def test_a_file_that_is_larger_than_memory(tmp_path):
 
 
 def test_pages_that_were_read_are_given_back(tmp_path):
-    """Those of a mapping in which something was changed stay, where they have to."""
     file, model = tmp_path / "model.safetensors", nn.Linear(512, 512)
     save_file({name: tensor.clone() for name, tensor in model.state_dict().items()}, file)
     with torch.device("meta"):
@@ -99,12 +100,27 @@ def test_pages_that_were_read_are_given_back(tmp_path):
     for _ in range(2):
         assert torch.equal(read.weight, model.weight)
         assert resident() > read.weight.nbytes / 2
-        give_back(read.parameters(), mapped(str(file), unwritten=True))
+        give_back(read.parameters(), [(start, stop) for start, stop, _ in system.file_ranges(str(file))])
         assert resident() < 16 << 10
-    read.weight.data[5, 5] = 3.0
-    give_back(read.parameters(), mapped(str(file), unwritten=True))
-    assert read.weight[5, 5] == 3
-    assert len(mapped(str(file))) > len(mapped(str(file), unwritten=True))
+
+
+def test_where_files_are_mapped(tmp_path):
+    file, model = tmp_path / "model.safetensors", nn.Linear(512, 512)
+    save_file({name: tensor.clone() for name, tensor in model.state_dict().items()}, file)
+    map_weights(model, file)
+    begin, end = model.weight.data_ptr(), model.weight.data_ptr() + model.weight.nbytes
+    start, stop, place = next(each for each in system.file_ranges(str(file)) if each[0] <= begin < each[1])
+    assert (start, stop, str(file)) in system.mapped_files()
+    with file.open("rb") as content:
+        content.seek(place + begin - start)
+        assert content.read(model.weight.nbytes) == model.weight.detach().numpy().tobytes()
+    assert not system.is_written(begin, end)
+    model.weight.data[511, 511] = 3.0
+    assert system.is_written(begin, end)
+    assert not system.is_written(begin, begin + mmap.PAGESIZE)
+    file.rename(tmp_path / "away")
+    save_file({"other": torch.zeros(3)}, file)
+    assert system.file_ranges(str(file)) == []  # another file has its name
 
 
 def refused(model, path, *words):

@@ -17,7 +17,7 @@ from cp_runtime.timing.choice import Chooser
 from cp_runtime.timing.times import Times
 
 CONFIG = RuntimeConfig.resolve(inventory=DeviceInventory(type="cuda", count=4))
-TARGET = SimpleNamespace(key="k", demand=Demand(Sizes(24 << 30, 1 << 28, 0), 0.0, 57))
+TARGET = SimpleNamespace(key="k", kind="k", demand=Demand(Sizes(24 << 30, 1 << 28, 0), 0.0, 57))
 CALL = ModelCall(
     method="forward", arguments={"x": torch.zeros(1, 16, 128, 128, dtype=torch.half)}, leading=("x",), device=torch.device("cpu"),
     in_place=(), encode_network=lambda network: network,

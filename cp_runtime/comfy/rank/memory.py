@@ -1,11 +1,11 @@
-"""The memory of a rank: weights that are the pages of their file, whole, sharded or in stages; and room for calls.
+"""The memory of a rank: weights in memory that ComfyUI's process and all ranks map, whole, sharded or in stages; room for calls.
 
-ComfyUI moves a model off its device by copying all of it into memory of this process, N times on N ranks, although the file holds
+ComfyUI moves a model off its device by copying all of it into memory of this process, N times on N ranks, although that memory has
 the same bytes. It does so to unload a model, to make room for another one, and whenever the LoRA changes. It takes weights from
 `ModelPatcher.backup` instead where it has put them there, as it does for weights that a LoRA changes.
 
-For weights that stay on the host because the device has no room, it registers their memory with CUDA: the kernel then gives this
-process private pages, because safetensors maps files privately. Those weights cross to the device unregistered.
+For weights that stay on the host because the device has no room, it registers their memory with CUDA. A file's pages would become
+private ones of this process then, because files are mapped privately: those weights cross to the device unregistered.
 
 Sharded or staged, a model has the size of this rank's part to ComfyUI's memory manager, and is either on the device or not: a part
 of a part cannot stay behind.
@@ -14,7 +14,7 @@ of a part cannot stay behind.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import comfy.float
@@ -33,15 +33,13 @@ from ...engine.ranks.collectives import RankGroup
 from ...engine.ranks.mesh import Stage
 from ...engine.ranks.sharding import Shares
 from ...engine.weights.blocks import Block
-from ...engine.weights.cast import memory_of, plain, settle
-from ...engine.weights.pages import give_back, inside, mapped
+from ...engine.weights.pages import Ranges, give_back, inside
 from ...engine.weights.sharded import ShardedWeights
 from ...nested import alias, is_plain_storage_subclass, stored
 from ...system import system
-from ..shared.loading import parameters_of
 from ..shared.patches import changes_shape
-from ..shared.recipe import Recipe
-from ..shared.weights import PREFIX, SMALL, STAYS
+from ..shared.values import Facts, Model
+from ..shared.weights import PREFIX, SMALL, STAYS, parameters_of
 
 # Remedy for code that reads a weight absent from this rank.
 SHARDED_REMEDY = "Set weights to whole in CP Config, or remove the node that reads it."
@@ -75,37 +73,59 @@ class Backup(NamedTuple):
     inplace_update: bool = False
 
 
-class FileWeightsPatcher(ModelPatcher):
-    """A ModelPatcher that goes back to the file's pages.
+def patcher_over(network: nn.Module, kind: Any, settings: Mapping[str, Any], facts: Facts, device: torch.device) -> Any:
+    """Return a patcher over a network from ComfyUI's process. `kind`, `settings`: of the one there, ComfyUI's or a node pack's."""
+    made = kind.__new__(kind)
+    ModelPatcher.__init__(made, network if facts.is_vae else Model(network, facts), device, torch.device("cpu"))
+    vars(made).update(settings)
+    return made
+
+
+def range_of(buffer: Any) -> tuple[int, int]:
+    """Return (first address, address after the last) of memory that this process maps."""
+    pages = torch.frombuffer(buffer, dtype=torch.uint8)
+    return pages.data_ptr(), pages.data_ptr() + pages.numel()
+
+
+class Pages(NamedTuple):
+    """Memory that this process and ComfyUI's map: all of it, and what is no file's."""
+
+    mapped: Ranges
+    shared: Ranges
+
+
+class MappedWeightsPatcher(ModelPatcher):
+    """A ModelPatcher that goes back to the memory which all ranks map.
 
     Attributes:
-        cp_recipe: the recipe that loaded the model.
-        cp_plain: class of its loader's patcher.
-        cp_file_weights: those weights whose memory is the file, by name.
+        cp_plain: class of the model's patcher in ComfyUI's process.
+        cp_facts: of the model.
+        cp_pages: that memory.
+        cp_mapped: weights there, by name.
         cp_progress: counts the bytes on the device.
     """
 
-    cp_recipe: Recipe
     cp_plain: type[ModelPatcher]
-    cp_file_weights: dict[str, Tensor]
+    cp_facts: Facts
+    cp_pages: Pages
+    cp_mapped: dict[str, Tensor]
     cp_progress: LoadProgress
 
     @classmethod
-    def adopt(cls, patcher: Any, recipe: Recipe, progress: LoadProgress) -> None:
-        """Turn `patcher`, whose model has just been loaded by `recipe`, into this class."""
+    def adopt(cls, patcher: Any, pages: Pages, facts: Facts, progress: LoadProgress) -> None:
+        """Turn a new patcher into this class."""
         patcher.cp_plain, patcher.__class__ = type(patcher), cls
-        patcher.cp_recipe, patcher.cp_progress = recipe, progress
-        ranges = mapped(recipe.path)
-        patcher.cp_file_weights = {
+        patcher.cp_pages, patcher.cp_facts, patcher.cp_progress = pages, facts, progress
+        patcher.cp_mapped = {
             # Not the parameter itself: a module that moves to a device puts another tensor into it.
             name: alias(getattr(module, parameter))
             for name, module, parameter in parameters_of(patcher.model)
             # Scales may be copies, and are small.
-            if inside(memory_of(max(stored(getattr(module, parameter)), key=lambda part: part.nbytes)), ranges)
+            if inside(max(stored(getattr(module, parameter)), key=lambda part: part.nbytes), pages.mapped)
         }
 
     def load(self, *args: Any, **kwargs: Any) -> None:
-        for name, weight in self.cp_file_weights.items():
+        for name, weight in self.cp_mapped.items():
             self.backup.setdefault(name, Backup(alias(weight)))
         if any(patches_itself(get_attr(self.model, name)) for name in self.patches):  # also where it stays on the host
             kwargs["force_patch_weights"] = True
@@ -117,7 +137,7 @@ class FileWeightsPatcher(ModelPatcher):
         if key in self.patches:
             if patches_itself(get_attr(self.model, key)):
                 weight = self._as_its_loader(key, device_to)
-            elif self.cp_recipe.dynamic:
+            elif self.cp_facts.dynamic:
                 weight = _as_dynamic(self, key, device_to)
         if weight is None:
             weight = super().patch_weight_to_device(key, device_to, *args, **kwargs)
@@ -159,7 +179,7 @@ class FileWeightsPatcher(ModelPatcher):
 
     def pin_weight_to_device(self, key: str) -> None:
         # A read-only mapping of the file is no way out: few drivers register one (docs/gpu.md).
-        if key not in self.cp_file_weights:
+        if key not in self.cp_mapped or inside(stored(self.cp_mapped[key])[0], self.cp_pages.shared):
             super().pin_weight_to_device(key)
 
 
@@ -205,7 +225,7 @@ def forget(patcher: ModelPatcher) -> None:
     loaded[:] = [each for each in loaded if each.model is not patcher]
 
 
-class PartialWeightsPatcher(FileWeightsPatcher):
+class PartialWeightsPatcher(MappedWeightsPatcher):
     """A ModelPatcher with the weights outside of blocks, and some blocks: `cp_size` bytes, on the device if `cp_there`."""
 
     cp_size: int
@@ -242,8 +262,6 @@ class PartialWeightsPatcher(FileWeightsPatcher):
             super().load(device_to, full_load=True)
         finally:
             self.patches = patches
-        if device_to.type == "cpu":
-            settle(self.model)  # once, and not in every call
         self.model.model_loaded_weight_memory, self.cp_there = self.cp_size, True
         return left_out
 
@@ -264,9 +282,11 @@ class ShardedWeightsPatcher(PartialWeightsPatcher):
     cp_shards: ShardedWeights | None
 
     @classmethod
-    def shard(cls, patcher: Any, recipe: Recipe, ranks: RankGroup, size: int, progress: LoadProgress, *, on_host: bool) -> None:
-        """Turn `patcher`, whose model has just been loaded by `recipe`, into this class. `size`: see `cp_size`."""
-        cls.adopt(patcher, recipe, progress)
+    def shard(
+        cls, patcher: Any, pages: Pages, facts: Facts, ranks: RankGroup, size: int, progress: LoadProgress, *, on_host: bool
+    ) -> None:
+        """Turn a new patcher into this class. `size`: see `cp_size`."""
+        cls.adopt(patcher, pages, facts, progress)
         patcher.cp_ranks, patcher.cp_on_host, patcher.cp_shards, patcher.cp_size = ranks, on_host, None, size
 
     def load(self, device_to: torch.device, *args: Any, **kwargs: Any) -> None:
@@ -275,11 +295,10 @@ class ShardedWeightsPatcher(PartialWeightsPatcher):
         )
         self.cp_shards = shards
         own = self._load_without(shards.blocks.values(), device_to)
-        pages = mapped(self.cp_recipe.path)
         for block, parameters in own.items():
-            block.put([plain(weight) for weight in parameters])
+            block.put(parameters)
             shards.keep(block.name, self._patched(block, device_to))
-            give_back(parameters, pages)
+            give_back(parameters, self.cp_pages.mapped)
             system.trim_heap()  # free the gaps that patching left between the remaining weights
             self.cp_progress.add(parameters)
 
@@ -306,10 +325,12 @@ class StagedWeightsPatcher(PartialWeightsPatcher):
     cp_cut: Callable[[torch.device], StagedWeights]
 
     @classmethod
-    def stage(cls, patcher: Any, recipe: Recipe, plan: ShardingPlan, stage: Stage, shares: Shares, progress: LoadProgress) -> None:
-        """Turn `patcher`, whose model has just been loaded by `recipe`, into this class. `shares`: of every stage."""
+    def stage(
+        cls, patcher: Any, pages: Pages, facts: Facts, plan: ShardingPlan, stage: Stage, shares: Shares, progress: LoadProgress
+    ) -> None:
+        """Turn a new patcher into this class. `shares`: of every stage."""
         whole = patcher.model_size()  # by its own class
-        cls.adopt(patcher, recipe, progress)
+        cls.adopt(patcher, pages, facts, progress)
         blocks = staged_blocks(patcher.model.diffusion_model, plan)
         owners = cut([block.nbytes for block in blocks], stage.pipeline_group.size, shares)
         number = stage.pipeline_group.size - 1 - stage.pipeline_group.rank
@@ -323,13 +344,12 @@ class StagedWeightsPatcher(PartialWeightsPatcher):
     def load(self, device_to: torch.device, *args: Any, **kwargs: Any) -> None:
         weights = self.cp_cut(device_to)
         others = self._load_without(weights.others, device_to)
-        pages = mapped(self.cp_recipe.path)
         for block, parameters in others.items():
-            block.put([plain(weight) for weight in parameters])
+            block.put(parameters)
             self.cp_progress.add(parameters)
         weights.leave_out()
         for parameters in others.values():
-            give_back(parameters, pages)
+            give_back(parameters, self.cp_pages.mapped)
         system.trim_heap()
         self.cp_stage = weights
 

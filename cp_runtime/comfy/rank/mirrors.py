@@ -1,4 +1,4 @@
-"""The models on a worker rank: loaded from the recipe of the UI's model, patched with its weight patches.
+"""The models on a worker rank: what ComfyUI's process holds, patched with its weight patches.
 
 Importing this brings up ComfyUI: see `service`.
 """
@@ -8,12 +8,12 @@ from __future__ import annotations
 import gc
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from mmap import mmap
 from typing import Any
 
 import comfy.sd  # noqa: F401  (slow: now, and not at the first load)
@@ -27,28 +27,35 @@ from ...engine.ranks.mesh import BatchMesh, SequenceMesh
 from ...engine.state import CallState
 from ...errors import CompileError, MirrorError
 from ...families import plan_for
-from ...nested import stored, tensors
+from ...nested import is_plain_storage_subclass, map_tensors, stored, tensors
 from ...pool.messages import AttachNetwork, Call, CallOutcome, Describe, Described, Load, Loaded, Room, Staged
 from ...pool.protocol import read_tensor, unflatten
 from ...pool.settings import OFFLOADED, STAGED, WHOLE
 from ...pool.tensor_cache import owned
 from ...system import system
-from ..shared.fingerprint import classes_of, code_of, digest_of, found
+from ..shared.fingerprint import code_of, digest_of, found
 from ..shared.formats import formats_of
-from ..shared.loading import LoadedModel, load_recipe
 from ..shared.patches import decode_weight_patches
-from ..shared.recipe import Recipe
-from ..shared.state import state_of
-from ..shared.weights import dtypes_of, network_of, sample_weights, weight_patches_digest
+from ..shared.weights import weight_patches_digest
 from .batch import CallPart, Given, part_of, take_items
-from .factory import call_factory
 from .forward import run_sharded, run_staged, why_not_recorded
-from .memory import FileWeightsPatcher, LoadProgress, ShardedWeightsPatcher, StagedWeightsPatcher, available, forget, room
+from .memory import (
+    LoadProgress,
+    MappedWeightsPatcher,
+    Pages,
+    ShardedWeightsPatcher,
+    StagedWeightsPatcher,
+    available,
+    forget,
+    patcher_over,
+    range_of,
+    room,
+)
 from .model import Mirror
+from .objects import read, read_model
 from .packs import FAILED, import_packs
 from .patches import ATTACHED, attach_network
 from .quantised import own_formats, shared_scales
-from .relocated import recipe_of
 from .texts import texts_that_fit
 
 log = logging.getLogger("context_parallel.worker")
@@ -58,14 +65,19 @@ ALONE = {"ulysses": 1, "ring": 1, "batch": 1}
 
 
 class Mirrors:
-    """All models on this rank, by the key of their recipe. `host`: see `relocated.recipe_of`."""
+    """All models on this rank, by their key."""
 
-    def __init__(self, device: torch.device, progress: LoadProgress, host: str = "") -> None:
-        self.device, self.progress, self.host = device, progress, host
+    def __init__(self, device: torch.device, progress: LoadProgress) -> None:
+        self.device, self.progress = device, progress
         self.entries: dict[str, Mirror] = {}
 
-    def load(self, request: Load, block: Tensor, mesh: BatchMesh) -> Loaded:
-        """Load a request's model if it is new, and take its patches; their tensors stay in `block`. The next call moves both."""
+    def load(self, request: Load, block: Tensor, buffers: Callable[[], list[Any]], mesh: BatchMesh) -> Loaded:
+        """Take a request's model if it is new, and its patches. The next call moves both.
+
+        Args:
+            block: network and patches; their tensors stay there.
+            buffers: maps the memory of the weights.
+        """
         began = time.perf_counter()
         import_packs(request.packs)
         key, placement = request.key, request.placement
@@ -73,56 +85,41 @@ class Mirrors:
             self.drop([key])
         mirror = self.entries.get(key)
         if mirror is None:
-            recipe = recipe_of(request, self.host)
+            log.info("loading %s", request.name)
+            mapped = buffers()
+            value = read_tensor(block, request.network).numpy().tobytes()
+            network, kind, settings, facts, classes = read_model(value, mapped, self.device)
+            patcher = patcher_over(network, kind, settings, facts, self.device)
             ranks = None if placement == WHOLE else mesh.sequence().weights
-            # Calls that compute on the host would convert again and again.
-            patcher, missing, files = self._load_file(recipe, cast_later=ranks is not None or self.device.type != "cpu")
-            recipe = replace(recipe, path=files.path)  # another file may get its name
-            # As they were loaded: what a rank does to them for its part of the weights is its own matter.
-            classes, state = classes_of(network_of(patcher.model)), state_of(patcher.model)
+            # What came in a message is this process's own.
+            shown = [(range_of(each), of) for each, of in zip(mapped, request.blocks, strict=True) if isinstance(each, mmap)]
+            pages = Pages([each for each, _ in shown], [each for each, of in shown if not of.is_file])
             if placement == STAGED:
-                stage, plan = mesh.stage(request.stages), plan_for(network_of(patcher.model))
-                StagedWeightsPatcher.stage(patcher, recipe, plan, stage, mesh.stage_shares(request.stages), self.progress)
+                stage, plan = mesh.stage(request.stages), plan_for(network)
+                StagedWeightsPatcher.stage(patcher, pages, facts, plan, stage, mesh.stage_shares(request.stages), self.progress)
             elif ranks is None:
-                FileWeightsPatcher.adopt(patcher, recipe, self.progress)
+                MappedWeightsPatcher.adopt(patcher, pages, facts, self.progress)
             else:
                 ShardedWeightsPatcher.shard(
-                    patcher, recipe, ranks, request.device_bytes, self.progress, on_host=placement == OFFLOADED
+                    patcher, pages, facts, ranks, request.device_bytes, self.progress, on_host=placement == OFFLOADED
                 )
-            formats = tuple(own_formats(patcher.model, self.device, request.formats))
-            # Weights missing from the file are not initialised, and differ from process to process.
-            samples = sample_weights(network_of(patcher.model), without=missing)
+            formats = tuple(own_formats(patcher.model, facts, self.device, request.formats))
             nbytes = sum(part.nbytes for weight in patcher.model.parameters() for part in stored(weight))
             names = frozenset(patcher.model.state_dict())
-            mirror = Mirror(patcher, samples, names, placement, nbytes, formats, files, classes, state)
+            mirror = Mirror(patcher, names, placement, nbytes, formats, classes)
         self._patch(mirror, request, block)
         self.entries[key] = mirror
-        model = mirror.patcher.model
-        dtype, cast_dtype = dtypes_of(model)
         return Loaded(
-            digest=weight_patches_digest(request, block),
-            patches_uuid=str(mirror.patcher.patches_uuid),
-            dtype=dtype,
-            cast_dtype=cast_dtype,
+            digest=weight_patches_digest(request, block[: request.memory_nbytes]),
             formats=mirror.formats,
-            samples=mirror.samples,
             code=digest_of(self._code(mirror, request.roots)),
-            state=digest_of(mirror.state.held),
-            contents=digest_of(mirror.state.contents),
-            bytes=model_management.module_size(model),
+            bytes=model_management.module_size(mirror.patcher.model),
             seconds=time.perf_counter() - began,
         )
 
     def describe(self, request: Describe) -> Described:
         import_packs(request.packs)
-        mirror = self.entries.get(request.key)
-        held, contents = ({}, {}) if mirror is None else mirror.state
-        return Described(
-            code=dict(self._code(mirror, request.roots)),
-            held={path: dict(each) for path, each in held.items()},
-            contents=dict(contents),
-            failed=dict(FAILED),
-        )
+        return Described(code=dict(self._code(self.entries.get(request.key), request.roots)), failed=dict(FAILED))
 
     def _code(self, mirror: Mirror | None, roots: Iterable[str]) -> Mapping[str, str]:
         return code_of(() if mirror is None else mirror.classes, {name: found(name) for name in roots}).hashes
@@ -166,7 +163,7 @@ class Mirrors:
         taken = take_items(part.shares, arguments, part.mesh.index(part.shares.groups))
         in_place = {name: taken.pop(name) for name in request.in_place if name in taken}  # `LocalResiduals` copies even less
         latent = next(tensor.shape for name in request.leading for tensor in tensors(taken[name]))
-        needed = mirror.patcher.memory_required(list(latent)) * request.memory_scale * part.sequence.part
+        needed = request.memory[latent[0] - 1] * request.memory_scale * part.sequence.part
         self.free_buffers(keep=mirror)
         self.to_device(mirror, needed)
         mirror.compile(request.compile, _raise if request.compile_or_raise else _go_on)
@@ -224,7 +221,7 @@ class Mirrors:
             staged = Staged(**pipeline.described(settings))
         launched = time.perf_counter() - began
         ring, ulysses = planner.chosen or (1, 1)
-        return part.shares.gather(out, part.mesh), CallOutcome(
+        return part.shares.gather(map_tensors(out, _undressed), part.mesh), CallOutcome(
             degrees={"ulysses": ulysses, "ring": ring, "batch": part.shares.groups, **(staged.degrees if staged else {})},
             at_work=part.shares.groups * planner.ranks * (1 if settings is None else settings.stages),
             tokens={name: held for name, (_, held) in state.tokens().items()},
@@ -272,8 +269,9 @@ class Mirrors:
 
     def attach_network(self, request: AttachNetwork, block: Tensor) -> None:
         """Take a network for other nodes' patches. The next call moves it to the device."""
-        tree = unflatten(request.network, lambda leaf: read_tensor(block, leaf).clone())
-        attach_network(request.key, tree, self.device)
+        data = read_tensor(block, request.network).numpy().tobytes()
+        tensors = [read_tensor(block, leaf).clone() for leaf in request.tensors]
+        attach_network(request.key, read(data, tensors, self.device).thing, self.device)
 
     def drop(self, keys: Iterable[str]) -> None:
         """Drop models and networks of patches. Host and device memory is freed; files stay in the page cache."""
@@ -302,10 +300,6 @@ class Mirrors:
             raise MirrorError("the model of this call is not loaded on the workers")
         return mirror
 
-    def _load_file(self, recipe: Recipe, *, cast_later: bool) -> LoadedModel:
-        log.info("loading %s", os.path.basename(recipe.path))
-        return load_recipe(recipe, cast_later=cast_later, make=call_factory)
-
     def _patch(self, mirror: Mirror, request: Load, block: Tensor) -> None:
         patches = decode_weight_patches(unflatten(request.patches, lambda leaf: read_tensor(block, leaf)))
         unknown = patches.keys() - mirror.names
@@ -317,6 +311,11 @@ class Mirrors:
 def room_changes(reserved: float, needed: float, offloaded: bool) -> bool:
     """Return whether to redistribute the weights between device and host. `reserved`, `needed`: bytes for calls, then and now."""
     return needed > reserved or (offloaded and needed * SPARE < reserved)
+
+
+def _undressed(result: Tensor) -> Tensor:
+    """Return a result without the class of a node pack's weights that it was computed with."""
+    return result.as_subclass(Tensor) if is_plain_storage_subclass(result) else result
 
 
 def _raise(error: CompileError) -> None:

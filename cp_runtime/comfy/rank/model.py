@@ -24,8 +24,6 @@ from ...engine.weights.sharded import ShardedWeights
 from ...families import plan_for
 from ...families.family import FamilyPlan
 from ...pool.messages import Compiled
-from ..shared.files import ModelFiles
-from ..shared.state import State
 from ..shared.weights import network_of
 from .memory import forget, room
 
@@ -35,28 +33,22 @@ class Mirror:
     """One model on this rank.
 
     Args:
-        samples: of its weights as they were loaded, without patches.
         names: of all its weights.
         placement: of its weights, one of `pool.settings.PLACEMENTS`.
         nbytes: of its weights.
         formats: quantised formats with native multiplication on this device.
-        files: mapped by its weights.
-        classes: of its modules as they were loaded.
-        state: what these held then.
+        classes: of its modules.
         reserved: bytes of device memory left free for calls at the last move of its weights there.
         compiled: its blocks, where calls ask for that.
         graphs: its recorded forwards, where calls ask for that.
     """
 
     patcher: Any
-    samples: dict[str, str]
     names: frozenset[str]
     placement: str
     nbytes: int
     formats: tuple[str, ...]
-    files: ModelFiles
     classes: frozenset[type]
-    state: State
     reserved: float = 0.0
     compiled: CompiledBlocks | None = None
     graphs: Graphs[tuple[CallState, DegreePlanner]] | None = None

@@ -9,18 +9,18 @@ from typing import Any
 
 import comfy.model_patcher
 import torch
+from torch import nn
 
 from ...engine.call import RunningCall
 from ...errors import MirrorError
-from ..shared.modules import LOCALS, decode_module, find
+from ..shared.modules import LOCALS, find
 from ..shared.patches import MIRRORED, map_patches
 
 ATTACHED: dict[str, comfy.model_patcher.ModelPatcher] = {}
 """Networks of patches, by key."""
 
 
-def attach_network(key: str, encoded: dict[str, Any], device: torch.device) -> None:
-    module = decode_module(encoded)
+def attach_network(key: str, module: nn.Module, device: torch.device) -> None:
     ATTACHED[key] = comfy.model_patcher.ModelPatcher(module, load_device=device, offload_device=torch.device("cpu"))
 
 

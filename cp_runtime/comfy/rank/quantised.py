@@ -14,28 +14,26 @@ from typing import Any
 
 import comfy.quant_ops
 import torch
-from comfy.cli_args import PerformanceFeature, args
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...engine.ranks.collectives import RankGroup
 from ..shared.formats import cast_others, formats_of
+from ..shared.values import Facts
 
 LARGEST = 448.0 * 6.0  # largest block scale (float8_e4m3) times largest value (float4_e2m1)
 
 
-def own_formats(model: Any, device: torch.device, kinds: Collection[str]) -> list[str]:
-    """Return the quantised formats of a `BaseModel` or VAE that this device multiplies natively; for others ComfyUI casts.
+def own_formats(model: nn.Module, facts: Facts, device: torch.device, kinds: Collection[str]) -> list[str]:
+    """Return the quantised formats of a model or VAE that this device multiplies natively; for others ComfyUI casts.
 
     Args:
         kinds: those that the devices of all ranks multiply in: layers in others are cast here too.
     """
     quantised = any(isinstance(weight, comfy.quant_ops.QuantizedTensor) for weight in model.parameters())
-    optimizations = model.model_config.optimizations if hasattr(model, "model_config") else {}
-    fast = optimizations.get("fp8", False) or PerformanceFeature.Fp8MatrixMultiplication in args.fast
-    if not (quantised or fast):
+    if not (quantised or facts.fast):
         return []
     able = formats_of(device)
-    if fast:  # --fast is a property of the layers' class
+    if facts.fast:  # --fast is a property of the layers' class
         return able
     cast_others(model, kinds)
     return [kind for kind in able if kind in kinds]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import comfy.options
@@ -13,7 +14,7 @@ from ...comfyui import forbid_recording
 from ...compat import on_compilation
 from ...engine.cost import DegreePlanner
 from ...engine.ranks.profiling import CallTraces
-from ...pool.messages import AttachNetwork, Available, Call, CallReport, Describe, Drop, Load, MakeRoom, Request
+from ...pool.messages import AttachNetwork, Available, Call, CallReport, Describe, Drop, Load, Loaded, MakeRoom, Request
 from ...pool.worker import Handler, Worker
 from ..shared.vae import VAE_METHODS
 
@@ -31,7 +32,7 @@ def make_service(worker: Worker) -> Mapping[type[Request[Any]], Handler]:
     from .memory import LoadProgress
     from .mirrors import Mirrors
 
-    return ModelService(worker, Mirrors(worker.device, LoadProgress(worker.loading_hook()), worker.spec.get("host", ""))).handlers
+    return ModelService(worker, Mirrors(worker.device, LoadProgress(worker.loading_hook()))).handlers
 
 
 class ModelService:
@@ -44,9 +45,9 @@ class ModelService:
 
     @property
     def handlers(self) -> Mapping[type[Request[Any]], Handler]:
-        worker, mirrors = self._worker, self._mirrors
+        mirrors = self._mirrors
         return {
-            Load: lambda request, block: mirrors.load(request, worker.keep(request.memory, block), worker.mesh),
+            Load: self._load,
             AttachNetwork: mirrors.attach_network,
             Describe: lambda request, _: mirrors.describe(request),
             Drop: self._drop,
@@ -54,6 +55,11 @@ class ModelService:
             MakeRoom: self._make_room,
             Available: lambda *_: mirrors.device_room(),
         }
+
+    def _load(self, request: Load, block: Tensor) -> Loaded:
+        kept = self._worker.keep(request.memory, block)
+        buffers = partial(self._worker.buffers, request.blocks, kept, request.memory_nbytes)
+        return self._mirrors.load(request, kept, buffers, self._worker.mesh)
 
     def _drop(self, request: Drop, _: Tensor) -> None:
         self._worker.cache.clear()
@@ -74,7 +80,7 @@ class ModelService:
             on_compilation(worker.compiling)
             self._told_when_compiling = True
         on_module = worker.module_hook(request.cancel_every)
-        with self._traces.call(), self._mirrors.mirror_of(request.key).files.unchanged():
+        with self._traces.call():
             if request.method in VAE_METHODS:
                 from .vae import call_vae  # brings up ComfyUI, as the mirrors have
 

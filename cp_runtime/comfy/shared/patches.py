@@ -27,7 +27,6 @@ from comfy.model_patcher import key_param_name_to_key
 from torch import Tensor, nn
 
 from ...engine.call import RunningCall
-from ...engine.weights.cast import CastWeight, counting_as, memory_of
 from ...errors import MirrorError
 from .modules import full_name
 from .weights import is_dynamic
@@ -256,12 +255,10 @@ def _encode(key: str, strength: float, patch: Any, strength_model: float, offset
     return (strength, body, strength_model, offset, name)
 
 
-def _encode_weight(key: str, weight: Tensor, convert: Any) -> tuple[Any, ...]:
-    """Encode a weight of a merge's other model: stored numbers and dtype. ComfyUI merges no quantised ones."""
-    if (files := getattr(weight, "cp_files", None)) is not None:  # pages of a file, see `ui.files.guard`
-        files.check()
-    if type(weight) in (Tensor, nn.Parameter, CastWeight) and getattr(convert, "__module__", "") in CONVERTING:
-        return memory_of(weight), weight.dtype
+def _encode_weight(key: str, weight: Tensor, convert: Any) -> Tensor:
+    """Encode a weight of a merge's other model. ComfyUI merges no quantised ones."""
+    if type(weight) in (Tensor, nn.Parameter) and getattr(convert, "__module__", "") in CONVERTING:
+        return weight
     raise MirrorError(
         f"the other model of a merge has {key} as a {type(weight).__name__} of another node pack, which cannot be sent to the "
         "workers. Load that model with Load Diffusion Model or Load Checkpoint, or save the merged model and load the file."
@@ -282,7 +279,7 @@ def _decode(strength: float, body: tuple[Any, ...], strength_model: float, offse
     elif kind == "adapter" and name in ADAPTERS:
         patch = ADAPTERS[name](set(rest[0]), rest[1])
     elif kind == "merge":
-        patch = [(counting_as(*name), _as_it_is), *(_decode(*entry) for entry in rest[0])]
+        patch = [(name, _as_it_is), *(_decode(*entry) for entry in rest[0])]
     else:
         raise MirrorError(f"unknown weight adapter {name!r}")
     return (strength, patch, strength_model, offset, FUNCTIONS[function] if function else None)

@@ -18,9 +18,9 @@ from ...engine.measuring import device_driver, device_name
 from ...errors import UnsupportedError, bad_value
 from ...pool.config import RuntimeConfig
 from .interception import check_forward
+from .names import kind_of
 from .obstacles import check_model, check_stages, conditions_obstacle
 from .patcher import RUNS, ContextParallelPatcher, Run, executing_node, plain_class, raise_or_warn
-from .recipes import recipe_key
 from .residency import patcher_over
 from .runtime import CONTROLLER, default_config, nothing_to_share
 from .watching import has_foreign_control, takes_foreign_part
@@ -136,7 +136,7 @@ def timed(patcher: Any) -> Any:
     def prepare(executor: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal timer
         machine = f"{device_name(torch.device(device))}, {device_driver()}"
-        timer = RunStats(recipe_key(model), machine, unit)
+        timer = RunStats(kind_of(model), machine, unit)
         # Where a model passes through, the text that says so is the node's that shares out.
         CONTROLLER.journal.begin_run(timer, executing_node() if nothing_to_share() is None else None)
         return executor(model, *args, **kwargs)

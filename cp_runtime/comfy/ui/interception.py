@@ -16,7 +16,7 @@ from weakref import ref
 import torch
 from comfy.cli_args import args as settings
 from comfy.model_patcher import ModelPatcher
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ...comfyui import unrecorded
@@ -26,13 +26,13 @@ from ...errors import MirrorError, RankError, UnsentError, UnsupportedError
 from ...families import PLANS, class_name
 from ...nested import tensors
 from ..shared.forward import CONDITIONINGS
-from ..shared.modules import encode_module
 from ..shared.patches import applied_patches
 from ..shared.weights import PREFIX, model_dtype
 from .fingerprints import code_of_patches
 from .notes import on_ranks
 from .obstacles import check_call, check_own_forward, compile_of, computes_here, options_for_ranks, unsent
 from .options import SENDABLE, plain_options
+from .values import by_value
 from .watching import has_foreign_wrapper
 
 if TYPE_CHECKING:
@@ -102,11 +102,12 @@ class WorkerForward(Replacement):
             in_place=IN_PLACE,
             mixes_batch=patches.mixes_batch,
             all_tokens=attention.all_tokens,
+            memory=memory_of_items(owner.model, latent),
             memory_scale=owner.cp_run.memory_scale,
             compile=compiled,
             networks=patches.networks,
             code=code_of_patches(patches.code),
-            encode_network=encode_module,
+            encode_network=by_value,
         )
         try:
             return owner.call_workers(call)
@@ -132,6 +133,11 @@ class WorkerForward(Replacement):
             if isinstance(bound.get(name), dict):
                 bound[name] = {k: v for k, v in bound[name].items() if k != key}
         return bound
+
+
+def memory_of_items(model: Any, latent: Tensor) -> tuple[float, ...]:
+    """Return the bytes that ComfyUI expects a call to take with one item of the latent, with two, and so on."""
+    return tuple(float(model.memory_required([items, *latent.shape[1:]])) for items in range(1, latent.shape[0] + 1))
 
 
 def innermost_method(model: nn.Module) -> str:

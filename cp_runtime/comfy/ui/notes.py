@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...controller.placement import Demand
 from ...pool.messages import Described
-from ..shared.files import ModelFiles
-from ..shared.recipe import FileStamp, Recipe
-from ..shared.state import State
 
 if TYPE_CHECKING:
-    from .recipes import NodeCall
+    from ..shared.values import Value
+    from .values import ModelValue
 
 Asking = Callable[[Collection[str]], Sequence[Described]]
 """Asks the ranks what they compute with, after they have imported these packs as well."""
@@ -28,34 +26,23 @@ class ModelNotes:
     """Notes on a `BaseModel`.
 
     Args:
-        stamps: of its file, before and after ComfyUI loaded it; None = by no loader that `recipes` watches.
-        call: of the node that loaded it, if its loader leaves no recipe.
-        recipe: the `cached_patcher_init` that the recipe was read from, and the recipe.
-        key: of the recipe, once the controller counts this model as a user of it.
-        files: the recipe that the ranks have loaded it by, or will; the name of its file, and its files.
+        value: what the ranks get of it, once somebody has asked for that.
+        key: of its value, once the controller counts this model as a user of it.
+        name, kind: see `names`.
         local: it runs in this process on one device, although the graph has ranks for it.
-        shares_file: whether its plain weights are the pages of its file.
         demand: of its weights alone.
-        classes: of its network's modules, when it was loaded.
-        state: of its network's modules, when it was loaded.
-        samples: of its weights, when the ranks' were compared with them; of none before.
-        places: of its weights in memory, when the run began.
-        run: number of the sampling run in which they were compared again.
+        run: number of the sampling run in which it was last looked at as a whole.
+        found: its value then, or since.
     """
 
-    stamps: tuple[FileStamp, FileStamp] | None = None
-    call: NodeCall | None = None
-    recipe: tuple[Any, Recipe] | None = None
+    value: ModelValue | None = None
     key: str = ""
-    files: tuple[Recipe, str, ModelFiles] | None = None
+    name: str = ""
+    kind: str = ""
     local: bool = False
-    shares_file: bool = False
     demand: Demand | None = None
-    classes: frozenset[type] = frozenset()
-    state: State | None = None
-    samples: Mapping[str, str] = field(default_factory=dict)
-    places: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     run: object = None
+    found: Value | None = None
 
 
 def notes_of(model: Any) -> ModelNotes:

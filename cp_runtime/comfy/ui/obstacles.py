@@ -21,19 +21,18 @@ from ...errors import MirrorError, PlanError, UnsupportedError
 from ...families import PLANS, UNSTAGED, class_name, most_stages, plan_for
 from ...pool.config import RuntimeConfig
 from ...pool.settings import STAGED
+from ..shared.fingerprint import classes_of
 from ..shared.patches import applied_patches, encode_weight_patches
 from .attention import ChosenAttention, attention_of
-from .fingerprints import OF_MODEL, ModelFingerprint, check_code, check_network, check_state
-from .notes import notes_of
+from .fingerprints import OF_MODEL, ModelFingerprint, check_code, check_network
 from .options import compile_settings
 from .packs import running_code
 from .patches import PatchSet
-from .recipes import recipe_of
 from .runtime import multiplies_nvfp4
+from .values import value_of
 
 _REMEDY = "Remove that node, or set on_unsupported of CP Config to 'single device'."
 FORWARDS = ("forward", "_forward", "forward_orig")
-_KNOWN_PATCHERS = ("ModelPatcher", "ModelPatcherDynamic", "ContextParallelPatcher")
 _READING_WEIGHTS = (comfy.controlnet.ControlLora, comfy.controlnet.QwenFunControlNet)
 
 
@@ -44,19 +43,31 @@ def check_model(patcher: Any, config: RuntimeConfig) -> None:
         raise UnsupportedError(f"the model was compiled with torch.compile, which the workers do not repeat. {OF_MODEL}")
     try:
         plan_for(model)
-        recipe_of(patcher)
+        check_classes(model)
+        value_of(patcher.model).check(patcher)
         encode_weight_patches(applied_patches(patcher))
     except PlanError as error:
-        packs = ", ".join(map(os.path.basename, ModelFingerprint(patcher).packs))
+        packs = ", ".join(map(os.path.basename, ModelFingerprint(patcher, classes_of(model)).packs))
         by = f" A node pack replaced code of the model ({packs}). {_REMEDY}" if packs else ""
         raise UnsupportedError(f"{error}{by}") from error
     except MirrorError as error:
-        raise UnsupportedError(str(error)) from error
+        raise UnsupportedError(f"{str(error).rstrip('.')}. {OF_MODEL}") from error
     options_for_ranks(patcher.model_options.get("transformer_options", {}), patcher, config, again=True)
     _check_attached(patcher)
     compile_of(patcher)
     check_experts(model, config.devices)
-    check_state(patcher)
+
+
+def check_classes(model: nn.Module) -> None:
+    """Refuse modules with others inside that are of no class of ComfyUI or torch: plans know how these compute, and another class
+    may mix tokens. Layers of packs are welcome."""
+    for path, module in model.named_modules():
+        cls = type(module)
+        if next(module.children(), None) is not None and not cls.__module__.startswith(("comfy.", "torch.")):
+            raise UnsupportedError(
+                f"a node replaced the class of {path or 'the transformer'} by {cls.__module__}.{cls.__qualname__}, which may "
+                f"compute with tokens that a rank does not have. {OF_MODEL}"
+            )
 
 
 def check_experts(model: nn.Module, devices: Iterable[str]) -> None:
@@ -99,7 +110,8 @@ def check_call(patcher: Any, control: Mapping[str, Any] | None, watched: bool) -
     check_own_forward(patcher.model.diffusion_model)
     check_code(patcher.model)
     if watched:
-        check_state(patcher)
+        check_classes(patcher.model.diffusion_model)
+        patcher.look_again()
 
 
 def options_for_ranks(
@@ -181,8 +193,6 @@ def _check_attached(patcher: Any) -> None:
 
 
 def _attached(patcher: Any) -> Iterator[str]:
-    if type(patcher).__name__ not in _KNOWN_PATCHERS and notes_of(patcher.model).call is None:
-        yield f"the model is a {type(patcher).__name__} of another node pack, which the workers cannot rebuild."
     if patcher.get_all_callbacks(CallbacksMP.ON_LOAD):
         yield "a node runs code whenever the model is loaded, which the workers do not have."
     if patcher.get_additional_models_with_key("multigpu"):

@@ -15,9 +15,9 @@ from comfy.ldm.flux.layers import EmbedND
 from torch import Tensor, nn
 
 from ...errors import MirrorError, UnsupportedError
-from ..shared.modules import STANDARD
 from ..shared.pack_objects import CHUNKS, ENHANCE, NAG, RIFLEX
 from ..shared.weights import PREFIX
+from .objects import STANDARD
 from .pack_nodes import made_by, name_in_pack
 
 WAN = ("comfy.ldm.wan.",)

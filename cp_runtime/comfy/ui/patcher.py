@@ -26,24 +26,22 @@ from torch import nn
 
 from ...controller.calls import ModelCall
 from ...controller.run_stats import Node
-from ...engine.weights.cast import settle
-from ...errors import UnsupportedError
+from ...errors import MirrorError, UnsupportedError
 from ...families import PLANS, class_name
 from ...pool.config import RuntimeConfig
-from ..shared.files import ModelFiles
 from ..shared.patches import applied_patches, changes_shape, encode_weight_patches
-from ..shared.recipe import place_of
+from ..shared.values import Value
 from ..shared.weights import PREFIX, is_dynamic
-from .files import share_file_pages
-from .fingerprints import ModelFingerprint, check_state
+from .fingerprints import OF_MODEL, ModelFingerprint
 from .interception import OnOneDevice, intercept, release
+from .names import kind_of, name_of
 from .notes import ON_RANKS, notes_of, on_ranks
 from .obstacles import check_model, check_stages
 from .progress import with_cancel
-from .recipes import recipe_of
 from .residency import convert, give_back, make_way
-from .runtime import CONTROLLER, describe_file, model_folders, reloading_changed_files
+from .runtime import CONTROLLER
 from .target import Target
+from .values import value_of
 
 log = logging.getLogger("context_parallel")
 
@@ -177,7 +175,6 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
             return room * self.cp_config.ranks_per_stage
         return room * min(2, self.cp_config.batch_degree or self.cp_config.ranks_per_stage)  # a rank takes half of two items
 
-    @reloading_changed_files()
     def partially_load(self, device_to: torch.device, extra_memory: float = 0, force_patch_weights: bool = False) -> int:
         notes_of(self.model).local = False
         release(self.model.diffusion_model)
@@ -191,7 +188,6 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
             # Object patches, such as model sampling, act in this process.
             super().unpatch_model(None, unpatch_weights=False)
             super().patch_model(load_weights=False)
-            self._share_file()
             loaded = self._as_loaded()
             added = loaded.load_on_ranks()
         except UnsupportedError as error:
@@ -242,7 +238,6 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         return self.model
 
     def state_dict_for_saving(self, *args: Any, **kwargs: Any) -> Any:
-        settle(self.model)
         # ComfyUI patches weights when it writes them, except in modules marked as patched.
         patched = {comfy.utils.get_attr(self.model, path_of(name)) for name in self.backup} if on_ranks(self.model) else set()
         for module in patched:
@@ -260,7 +255,6 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         raise_or_warn(error, self.cp_config, "running on a single device", raised_by="Apply Context Parallel")
         notes_of(self.model).local = True
         CONTROLLER.unload(notes_of(self.model).key)
-        settle(self.model)
 
     def refuse_call(self, error: UnsupportedError) -> None:
         """Refuse after sampling has begun: the weights are loaded into this process now."""
@@ -279,12 +273,9 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         comfy.model_management.throw_exception_if_processing_interrupted()
         return self.on_ranks(lambda target, cancelled: CONTROLLER.call(self.cp_config, target, call, executing_node(), cancelled))
 
-    @reloading_changed_files()
     def on_ranks(self, run: Callable[[Target, Callable[[], bool]], Any], steps: int = 0) -> Any:
-        """Run a function with the ranks' copy of the model. See `with_cancel`. Raises ChangedFileError if its file changed."""
-        target = self.claim_target()
-        with target.files.unchanged():
-            return with_cancel(partial(run, target), steps)
+        """Run a function with the ranks' copy of the model. See `with_cancel`."""
+        return with_cancel(partial(run, self.claim_target()), steps)
 
     def _load_here(self, device: torch.device, extra_memory: float, force_patch_weights: bool = False) -> int:
         """Load the model onto a device of this process, as ComfyUI's ModelPatcher does."""
@@ -300,31 +291,25 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
 
     def claim_target(self) -> Target:
         """Return the target for the ranks' copy. From now on they keep it for the lifetime of this process's model."""
-        recipe, notes = recipe_of(self), notes_of(self.model)
-        if notes.files is None or notes.files[0] is not recipe:
-            notes.files = recipe, place_of(recipe.path, model_folders())[1], ModelFiles(recipe.files.items())
-        fingerprint = ModelFingerprint(self)
-        target = Target(
-            self, *notes.files, self.cp_run.call_memory, encode_weight_patches, fingerprint, lambda: describe_file(recipe.as_json())
-        )
-        notes.key = target.key
-        if notes.run != self.cp_run.number:
-            notes.run = self.cp_run.number
-            target.check_weights()
-            check_state(self)
-            target.note_weights()
-        elif self.cp_run.watched:
-            target.check_call()
-        CONTROLLER.own(target.key, self.model)
-        return target
-
-    def _share_file(self) -> None:
         notes = notes_of(self.model)
-        if not notes.shares_file:
-            released = share_file_pages(self, recipe_of(self))
-            notes.shares_file = True
-            if released:
-                log.info("this process shares %.0f MB of weights with the workers through the file", released / 1e6)
+        if notes.run != self.cp_run.number or notes.found is None:
+            notes.run, notes.found = self.cp_run.number, self._value(thorough=True)
+        value = notes.found
+        if notes.key != value.key:
+            CONTROLLER.own(value.key, self.model, notes.key)
+            notes.key, notes.name, notes.kind = value.key, name_of(self), kind_of(self)
+        fingerprint = ModelFingerprint(self, value.classes, value.names)
+        return Target(self, value, notes.name, notes.kind, self.cp_run.call_memory, encode_weight_patches, fingerprint)
+
+    def look_again(self) -> None:
+        """Find out what a node has changed in the model since its run began: the ranks get it with the next call."""
+        notes_of(self.model).found = self._value(thorough=False)
+
+    def _value(self, thorough: bool) -> Value:
+        try:
+            return value_of(self.model).of(self, thorough)
+        except MirrorError as error:
+            raise UnsupportedError(f"{str(error).rstrip('.')}. {OF_MODEL}") from error
 
     def _on_device(self) -> bool:
         return CONTROLLER.on_device(notes_of(self.model).key)

@@ -14,12 +14,13 @@ import comfy.model_patcher
 import comfy.sd
 from torch import Tensor, nn
 
-from ...errors import UnsupportedError
+from ...errors import MirrorError, UnsupportedError
 from ...pool.protocol import flatten
 from ..shared.fingerprint import alone, classes_of
 from ..shared.forward import OBJECTS, PATCHES
-from ..shared.modules import encode_module, full_name
+from ..shared.modules import full_name
 from ..shared.patches import MIRRORED, Patch, map_patches, name_of
+from .objects import write
 from .pack_nodes import display_name, made_by, node_of
 from .pack_objects import encode_objects
 
@@ -112,9 +113,9 @@ def _check_plain(encoded: dict[str, Any], networks: Mapping[str, nn.Module]) -> 
         flatten(encoded, lambda tensor, path: None)
         for network in networks.values():
             if network not in _checked:
-                flatten(encode_module(network), lambda tensor, path: None)
+                write(network)
                 _checked.add(network)
-    except UnsupportedError as error:
+    except (MirrorError, UnsupportedError) as error:
         raise UnsupportedError(f"a patch of the transformer holds something else than plain data: {error}.") from error
 
 

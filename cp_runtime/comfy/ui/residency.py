@@ -31,7 +31,7 @@ import comfy.model_patcher
 import torch
 
 from ...compat import as_parameter, parameter_slots
-from ..shared.weights import is_dynamic, model_dtype, network_of, stays_as_in_file
+from ..shared.weights import AS_IN_FILE, is_dynamic, is_small, model_dtype, network_of
 from .notes import on_ranks
 
 _OF_PAGES = ("_v", "_v_signature", "_v_weight", "_v_bias")
@@ -65,7 +65,9 @@ def convert(model: Any) -> None:
     """Convert the weights of a model to its dtype: computing without DynamicVRAM does not do so."""
     for module in model.modules():
         slots = parameter_slots(module)
-        for name, weight in {} if stays_as_in_file(module, slots.values()) else slots.items():
+        small = is_small(module, slots.values())
+        vars(module).update(AS_IN_FILE if small else {})
+        for name, weight in {} if small else slots.items():
             if weight is not None and not weight.is_meta and (dtype := model_dtype(model, module, name)) != weight.dtype:
                 slots[name] = as_parameter(weight.to(dtype), weight.requires_grad)
 

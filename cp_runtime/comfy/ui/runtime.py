@@ -8,7 +8,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Iterator, Set
+from collections.abc import Set
 from dataclasses import dataclass
 from functools import cache
 from itertools import permutations
@@ -21,14 +21,13 @@ import torch
 from comfy.cli_args import args
 
 from ...controller.controller import Controller
-from ...errors import ChangedFileError, ConfigError, RankError, bad_value, check_switch
+from ...errors import ConfigError, bad_value, check_switch
 from ...pool.config import DeviceInventory, RuntimeConfig, WorkerSite, has_code
 from ...pool.launcher import child_environment
 from ...pool.peers import is_p2p_disabled, without_peer_access
 from ...pool.processes import WAITING
 from ...system import system
 from ...timing.expected import expected
-from ..shared.recipe import describe
 from .residency import free_for_ranks
 from .single_device import SingleDeviceReason, single_device_reason, why_no_gpu
 
@@ -202,25 +201,6 @@ def import_ahead(nodes: Set[str], prompt: Any) -> Any:
         with contextlib.suppress(OSError, RuntimeError):  # as the ranks will say
             WAITING.start(worker_site(), child_environment(inventory.type, inventory.count), inventory.count)
     return prompt
-
-
-def describe_file(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Say what the file of a recipe is, for other computers: see `recipe.describe`."""
-    return describe(recipe, model_folders())
-
-
-@contextlib.contextmanager
-def reloading_changed_files() -> Iterator[None]:
-    """Have ComfyUI drop all models after this prompt, as for `/free`, if inside the context a model file is found to have changed.
-    What is left of it here or on the ranks may be a mixture; the next prompt loads it anew."""
-    try:
-        yield
-    except (ChangedFileError, RankError) as error:
-        kind = error.kind if isinstance(error, RankError) else type(error).__name__
-        served = getattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance", None)
-        if kind == ChangedFileError.__name__ and served is not None:
-            served.prompt_queue.set_flag("free_memory", True)
-        raise
 
 
 CONTROLLER = Controller(worker_site, free_for_ranks)

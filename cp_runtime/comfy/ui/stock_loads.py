@@ -10,12 +10,10 @@ import comfy.model_management
 import torch
 from comfy.model_base import BaseModel
 
-from ...engine.weights.cast import settle
 from ..shared.weights import network_of
 from .interception import release
 from .notes import notes_of
 from .patcher import ContextParallelPatcher
-from .recipes import recipe_key
 from .residency import LOADED_TOGETHER
 from .runtime import CONTROLLER
 
@@ -35,7 +33,6 @@ def watch_stock_loads() -> None:
         for patcher in models:
             if isinstance(getattr(patcher, "model", None), BaseModel) and not isinstance(patcher, ContextParallelPatcher):
                 _drop_from_ranks(patcher)
-                settle(patcher.model)
                 release(network_of(patcher.model))
         return stock(models, *args, **kwargs)
 
@@ -53,7 +50,7 @@ def watch_stock_loads() -> None:
 def _drop_from_ranks(patcher: Any) -> None:
     workers = CONTROLLER.workers
     if workers is not None and str(patcher.load_device) in workers.pool.config.devices:
-        CONTROLLER.unload(recipe_key(patcher) or "")
+        CONTROLLER.unload(notes_of(patcher.model).key)
 
 
 def _drop_all_but(kept: Sequence[Any], device: torch.device) -> None:

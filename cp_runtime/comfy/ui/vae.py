@@ -11,6 +11,7 @@ import copy
 import logging
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -22,18 +23,16 @@ from comfy.cli_args import args
 from torch import Tensor, nn
 
 from ...controller.calls import ModelCall
-from ...errors import MirrorError, PlanError, RankOutOfMemory, UnsupportedError, bad_value
+from ...errors import PlanError, RankOutOfMemory, UnsupportedError, bad_value
 from ...nested import map_tensors
 from ...pool.config import RuntimeConfig
 from ...pool.settings import WHOLE
 from ...vaes import draws_noise, row_plan_for
-from ..shared.loading import replaced
-from ..shared.modules import encode_module
 from ..shared.vae import EXACT, INPUT, TILES
-from .fingerprints import check_code, check_state
+from .fingerprints import check_code
+from .names import kind_of
 from .notes import notes_of
 from .patcher import RUNS, ContextParallelPatcher, Run, executing_node, raise_or_warn
-from .recipes import recipe_of
 from .runtime import CONTROLLER, default_config, nothing_to_share
 
 log = logging.getLogger("context_parallel")
@@ -42,7 +41,6 @@ AUTO = "auto"
 MODES = (AUTO, EXACT, TILES)
 ATTRIBUTE = "context_parallel_patcher"
 MANY = 1 << 62
-NO_BAR = (comfy.utils, "PROGRESS_BAR_HOOK", None)  # it would count steps that are not computed here
 _REMEDY = "Use VAE Decode or VAE Encode, or set on_unsupported of CP Config to 'single device'."
 
 
@@ -106,7 +104,6 @@ def mode_for(vae: Any, mode: str) -> str:
     if obstacle is not None:
         raise UnsupportedError(f"{obstacle} {_REMEDY}")
     check_code(network)
-    check_state(vae.patcher)
     if mode != TILES:
         try:
             row_plan_for(network)
@@ -130,6 +127,16 @@ def _obstacles(vae: Any) -> Iterator[str]:
         yield "a node patched the VAE, which the workers do not repeat."
 
 
+@contextmanager
+def _without_bar() -> Iterator[None]:
+    """Show no progress: it would count steps that are not computed here."""
+    hook, comfy.utils.PROGRESS_BAR_HOOK = comfy.utils.PROGRESS_BAR_HOOK, None
+    try:
+        yield
+    finally:
+        comfy.utils.PROGRESS_BAR_HOOK = hook
+
+
 class RankedVAE:
     """A VAE of ComfyUI and its ranks."""
 
@@ -144,10 +151,6 @@ class RankedVAE:
         self.patcher: VAEPatcher = kept
         self.patcher.cp_config = self._config = config
         self.patcher.cp_run = Run(next(RUNS))
-        try:
-            self._key = recipe_of(self.patcher).key
-        except MirrorError as error:
-            raise UnsupportedError(f"{error} {_REMEDY}") from error
 
     def exact(self) -> Any:
         """Return ComfyUI's VAE with all decodes and encodes on all ranks."""
@@ -166,13 +169,13 @@ class RankedVAE:
             tiles.append(tile)
             return tile.new_zeros(()).expand(self._result_shape(method, tile))
 
-        with replaced(NO_BAR):
+        with _without_bar():
             run(self._with(note))
         if not tiles:
             raise UnsupportedError(f"nothing to decode or encode. {_REMEDY}")
         (method,) = methods
         done = iter(self._send(method, tiles, mode=TILES, shapes=[self._result_shape(method, tile) for tile in tiles]))
-        with replaced(NO_BAR):
+        with _without_bar():
             return run(self._with(lambda method, tile: next(done)))
 
     def _with(self, run: Callable[[str, Tensor], Tensor]) -> Any:
@@ -221,14 +224,13 @@ class RankedVAE:
             leading=(INPUT,),
             device=vae.output_device,
             in_place=(INPUT,),
-            encode_network=encode_module,
             sampling=False,
         )
         # Of the slowest rank: tiles, or convolutions once a call of this kind has counted them.
         if mode == TILES:
             steps = math.ceil(len(given) / config.world_size)
         else:
-            steps = 0 if workers is None else workers.pace.modules(call.kind(self._key))
+            steps = 0 if workers is None else workers.pace.modules(call.kind(kind_of(self.patcher)))
         return self.patcher.on_ranks(
             lambda target, cancelled: CONTROLLER.call(config, target, call, executing_node(), cancelled), steps
         )

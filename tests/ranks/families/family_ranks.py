@@ -15,7 +15,7 @@ from support.ranks import finish, report, start, worst
 
 from cp_runtime.comfy.shared import fingerprint
 from cp_runtime.comfy.shared.fingerprint import classes_of, code_of
-from cp_runtime.comfy.shared.state import change_in, state_of, without_later
+from cp_runtime.comfy.ui.objects import Settings, write
 from cp_runtime.engine.hooks import InstalledPlan
 from cp_runtime.engine.ranks.mesh import BatchMesh
 from cp_runtime.families import plan_for
@@ -33,16 +33,20 @@ own, config, in_rounds = mesh.sequence().weights, *(in_mode(ring, ulysses, rotat
 eight_bits = in_mode(ring, ulysses, rotate_method, exchange="8 bit")
 
 
-def changes(code, state, model):
-    """What is other than before in a model, or in the code that it computes with."""
+def by_value(model):
+    """What ranks would get of a model, without the weights and what calls leave in it."""
+    return write(model, Settings(later=False)).data
+
+
+def changes(code, data, model):
+    """What is other than before in the code that a model computes with, or in the model."""
     names = fingerprint.differing(code.hashes, code_of(classes_of(model)).hashes)
-    change = change_in(without_later(model, state), without_later(model, state_of(model)))
-    return [*names, *filter(None, [change])]
+    return [*names, *(["the model"] if by_value(model) != data else [])]
 
 
 with torch.no_grad():
     for family in sorted({family for family, _ in wanted}):
-        before = {name: (code_of(classes_of(model)), state_of(model)) for name, model in models(family).items()}
+        before = {name: (code_of(classes_of(model)), by_value(model)) for name, model in models(family).items()}
         installed = {name: InstalledPlan(model, plan_for(model)) for name, model in models(family).items()}
         for case in families.load(family).CASES:
             if (family, case.name) not in wanted:

@@ -1,4 +1,4 @@
-"""Rank script: weights that the loader converts, on a fake CUDA device, against the same model as ComfyUI alone loads it.
+"""Rank script: weights that the loader has converted, on a fake CUDA device, against the same model as ComfyUI alone loads it.
 
 Arguments: checkpoint, LoRA, and JSON of the loader's options. It reports every step of a model's life: which weights and outputs
 have other bits than ComfyUI's, and how many bytes of weights lie where.
@@ -11,25 +11,24 @@ from support.ranks import finish, report, start, use_comfyui
 _, _, (checkpoint, lora, options) = start(cards=True)
 use_comfyui()
 
-import comfy.sd  # noqa: E402
 import torch  # noqa: E402
 from comfy import model_management as mm  # noqa: E402
-from mirrors import KEY, flux_inputs, load, lora_of, make_up_memory, mirrors_on  # noqa: E402
-
-from cp_runtime.engine.weights.cast import CastWeight, plain  # noqa: E402
+from mirrors import KEY, as_mapped, flux_inputs, load, lora_of, make_up_memory, mirrors_on, new_stock, sent  # noqa: E402
 
 torch.set_grad_enabled(False)
 CARD = torch.device("cuda", 0)
 make_up_memory(lambda: 1 << 40)
 mirrors = mirrors_on(CARD)
-ours = load(mirrors, checkpoint, json.loads(options))
-dtypes = {name: getattr(torch, value) for name, value in json.loads(options).items()}
-stock = comfy.sd.load_diffusion_model(checkpoint, dtypes, disable_dynamic=True)
+options = json.loads(options)
+ours, stock = load(mirrors, checkpoint, options), new_stock(checkpoint, **options)
+del stock.model.model_sampling  # which has a table, and which ranks do without
+stock.size = 0
+inodes = sent(checkpoint, **options).inodes
 ours.load_device = stock.load_device = CARD
 
 
 def patch(uuid, strength):
-    patches = lora_of(stock, lora, strength) if strength else {}
+    patches = lora_of(checkpoint, lora, strength, options) if strength else {}
     for patcher in (ours, stock):
         patcher.patches = patches
         patcher.patches_uuid = uuid
@@ -45,7 +44,7 @@ def output(patcher):
 
 
 def same(one, other):
-    ones, others = (plain(tensor).cpu() for tensor in (one, other))
+    ones, others = (tensor.cpu() for tensor in (one, other))
     return one.device == other.device and one.dtype == other.dtype and torch.equal(ones.view(torch.uint8), others.view(torch.uint8))
 
 
@@ -57,7 +56,7 @@ def step(name, computes=True):
         same_output=same(output(ours), output(stock)) if computes else True,
         on_device=sum(weight.nbytes for weight in weights.values() if weight.device == CARD),
         on_host=sum(weight.nbytes for weight in weights.values() if weight.device != CARD),
-        in_file=sum(w.nbytes for w in weights.values() if isinstance(w, CastWeight) and w.held.dtype != w.dtype),
+        common=as_mapped(weights.values(), inodes),
         whole=ours.model_size(),
         told=ours.loaded_size() == stock.loaded_size(),
     )

@@ -19,7 +19,7 @@ torch.set_grad_enabled(False)
 path = str(Path(models) / "diffusion_models" / "flux_many.safetensors")
 mirrors = mirrors_on("cpu")
 patcher = load(mirrors, path, mesh=BatchMesh(dist.group.WORLD), placement="sharded", device_bytes=1 << 20)
-loras = [lora_of(patcher, str(Path(models) / "loras" / "flux_many_lora.safetensors"), strength) for strength in (1.0, 0.5)]
+loras = [lora_of(path, str(Path(models) / "loras" / "flux_many_lora.safetensors"), strength) for strength in (1.0, 0.5)]
 sizes = sizes_of(patcher.model.diffusion_model)
 with Peak() as peak:
     for number, patcher.patches in enumerate(loras):

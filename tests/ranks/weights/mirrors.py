@@ -1,18 +1,27 @@
 """What scripts do with a rank's models: load a file, patch it, call it."""
 
+import functools
+import mmap
+import os
+from types import SimpleNamespace
+
 import comfy.lora
+import comfy.sd
 import comfy.utils
 import torch
+import torch.distributed as dist
 from comfy import model_management as mm
 
 from cp_runtime.comfy.rank.memory import LoadProgress
 from cp_runtime.comfy.rank.mirrors import Mirrors
 from cp_runtime.comfy.shared.patches import encode_weight_patches
-from cp_runtime.comfy.shared.recipe import Recipe, file_stamp
+from cp_runtime.comfy.shared.values import packed
+from cp_runtime.comfy.ui.values import value_of
 from cp_runtime.engine.cost import DegreePlanner, Rates
 from cp_runtime.engine.ranks.config import SequenceSettings
-from cp_runtime.pool.messages import Call, Load
+from cp_runtime.pool.messages import Block, Call, Load
 from cp_runtime.pool.protocol import TensorPacker, flatten
+from cp_runtime.system import system
 
 KEY = "k"
 
@@ -22,21 +31,65 @@ def mirrors_on(device, progress=lambda _: None):
     return Mirrors(torch.device(device), LoadProgress(progress))
 
 
-def load(mirrors, path, options=None, patches=None, uuid="none", mesh=None, **more):
-    """Load a file under KEY, as a rank does that is told to; return its patcher."""
-    packer = TensorPacker()
+def new_stock(path, **dtypes):
+    """Return a patcher as ComfyUI's own loader makes it. `dtypes`: its options."""
+    options = {name: getattr(torch, value) for name, value in dtypes.items()}
+    return comfy.sd.load_diffusion_model(path, options, disable_dynamic=True)
+
+
+@functools.cache
+def stock(path, in_file=False, **dtypes):
+    """Return the patcher of a file in ComfyUI's process. `in_file`: its weights are pages of the file, as with some loaders."""
+    patcher = new_stock(path, **dtypes)
+    if in_file:
+        weights = comfy.utils.load_torch_file(path)
+        patcher.model.diffusion_model.load_state_dict(weights, strict=False, assign=True)  # some norms have other names there
+    return patcher
+
+
+@functools.cache
+def sent(path, in_file=False, **dtypes):
+    """Return what ComfyUI's process, which is rank 0, sends of a file: the network, blocks of memory, and their inodes. And how a
+    LoRA may name its weights."""
+    found = [None]
+    if dist.get_rank() == 0:
+        patcher = stock(path, in_file, **dtypes)
+        value = value_of(patcher.model).of(patcher)
+        blocks = tuple(Block(address=block.address, nbytes=block.size, is_file=block.is_file) for block in value.blocks)
+        inodes = {os.fstat(block.fd).st_ino for block in value.blocks}
+        network, keys = packed(value.data, value.places), comfy.lora.model_lora_keys_unet(patcher.model, {})
+        found = [SimpleNamespace(network=network, blocks=blocks, inodes=inodes, lora_keys=keys)]
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(found)
+    return found[0]
+
+
+def mapped(block, device):
+    """Return a block of memory as a rank has it: see `pool.worker.Worker.buffers`."""
+    own = block.is_file or device.type == "cpu"
+    with open(system.foreign_fd(*block.address, writable=not own), "rb") as file:
+        return system.private_pages(file.fileno()) if own else mmap.mmap(file.fileno(), 0)
+
+
+def load(mirrors, path, options=None, patches=None, uuid="none", mesh=None, in_file=False, **more):
+    """Load a file under KEY, as a rank does that is told to; return its patcher. All ranks do so. `in_file`: see `stock`."""
+    packer, value = TensorPacker(), sent(path, in_file, **(options or {}))
+    network = packer.add(torch.frombuffer(bytearray(value.network), dtype=torch.uint8), "network")
     tree = flatten(encode_weight_patches(patches or {}), packer.add)
     block = torch.empty(packer.nbytes, dtype=torch.uint8)
     packer.write(block)
-    recipe = Recipe("load_diffusion_model", path, options or {}, file_stamp(path)).as_json()
-    mirrors.load(Load(key=KEY, recipe=recipe, patches=tree, patches_uuid=uuid, **more), block, mesh)
+    request = Load(
+        key=KEY, name=os.path.basename(path), network=network, blocks=value.blocks, patches=tree, patches_uuid=uuid,
+        memory_nbytes=packer.nbytes, **more,
+    )  # fmt: skip
+    mirrors.load(request, block, lambda: [mapped(each, mirrors.device) for each in value.blocks], mesh)
     return mirrors.entries[KEY].patcher
 
 
-def lora_of(patcher, path, strength=1.0):
-    """Return a LoRA file as patches of a model."""
-    keys = comfy.lora.model_lora_keys_unet(patcher.model, {})
-    loaded = comfy.lora.load_lora(comfy.utils.load_torch_file(path), keys, log_missing=False)
+def lora_of(path, lora, strength=1.0, options=None):
+    """Return a LoRA file as patches of a model, which is loaded with these options."""
+    keys = sent(path, **(options or {})).lora_keys
+    loaded = comfy.lora.load_lora(comfy.utils.load_torch_file(lora), keys, log_missing=False)
     return {name: [(strength, patch, 1.0, None, None)] for name, patch in loaded.items()}
 
 
@@ -57,7 +110,7 @@ def call(mirrors, mesh, ulysses, batch=1, pipeline=None, arguments=None):
     model, settings = mirrors.entries[KEY].patcher.model, SequenceSettings(ulysses_degree=ulysses, ring_degree=1)
     request = Call(
         key=KEY, method="_forward", sequence=settings, ranks=mesh.size, batch_degree=1, leading=("x", "timestep"),
-        in_place=("control",), memory_scale=1.0, compile=None, compile_or_raise=True, cancel_every=0,
+        in_place=("control",), memory=(1.0,) * batch, memory_scale=1.0, compile=None, compile_or_raise=True, cancel_every=0,
         value=None, drop=(), pipeline=pipeline,
     )  # fmt: skip
     arguments = arguments or flux_inputs(model.manual_cast_dtype or model.get_dtype(), batch=batch)
@@ -74,9 +127,10 @@ def make_up_memory(free):
     mm.get_free_memory = lambda device=None, torch_free_too=False: (free(), 0) if torch_free_too else free()
 
 
-def in_file(weights, inode):
-    """Return the bytes of weights that are pages of a file which this process has mapped."""
+def as_mapped(weights, inodes):
+    """Return the bytes of weights that are pages of files which this process has mapped, and not written to."""
     with open("/proc/self/maps") as lines:
-        spans = [line.split()[0].split("-") for line in lines if line.split()[4] == str(inode)]
+        spans = [line.split()[0].split("-") for line in lines if int(line.split()[4]) in inodes]
     ranges = [(int(low, 16), int(high, 16)) for low, high in spans]
-    return sum(w.nbytes for w in weights if w.device.type == "cpu" and any(a <= w.data_ptr() < b for a, b in ranges))
+    here = [(w.data_ptr(), w.data_ptr() + w.nbytes) for w in weights if w.device.type == "cpu"]
+    return sum(end - at for at, end in here if any(a <= at < b for a, b in ranges) and not system.is_written(at, end))

@@ -19,12 +19,10 @@ from support.ranks import finish, report, start
 from support.reports import call_report
 
 from cp_runtime.comfy.rank.memory import available
-from cp_runtime.comfy.ui import files as file_pages
 from cp_runtime.comfy.ui import runtime as devices
 from cp_runtime.comfy.ui.apply import apply_to_model, without_context_parallel
 from cp_runtime.comfy.ui.interception import innermost_method, intercept, release
 from cp_runtime.comfy.ui.notes import ON_RANKS, notes_of
-from cp_runtime.comfy.ui.recipes import recipe_key
 from cp_runtime.comfy.ui.residency import free_for_ranks
 from cp_runtime.comfy.ui.runtime import CONTROLLER
 from cp_runtime.comfy.ui.stock_loads import _drop_from_ranks, watch_stock_loads
@@ -109,15 +107,13 @@ removed = without_context_parallel(parallel)
 step("Apply is removed", lambda: mm.load_models_gpu([removed]))
 elsewhere = stock.clone()
 elsewhere.load_device = torch.device("cuda:7")
-hold(recipe_key(stock))
+hold(notes_of(model).key)
 step("loaded on a device without a rank", lambda: _drop_from_ranks(elsewhere))
 held.clear()
-short = stock.clone()
-short.cached_patcher_init = (comfy.sd.load_diffusion_model, (checkpoint,))
-step("loaded by a pack that names no options", lambda: _drop_from_ranks(short))
 
-# --highvram: the loader puts the model on the device, and it is to stay there.
-file_pages.same_weight = lambda one, other: True  # nothing can be read from this device
+# --highvram: the loader puts the model on the device, and it is to stay there. Nothing can be read from this device.
+stock_to = torch.nn.Module.to
+torch.nn.Module.to = lambda module, device: module.to_empty(device=device) if device == "cpu" else stock_to(module, device)
 fresh = comfy.sd.load_diffusion_model(checkpoint, disable_dynamic=True)
 model = fresh.model
 model.to(META)
@@ -128,7 +124,8 @@ step("ranks load behind --highvram", lambda: mm.load_models_gpu([parallel]))
 # What ComfyUI books of a model on this process's device, and what a clone takes there once it runs without ranks.
 whole = stock.model_size()
 elsewhere = apply_to_model(stock, RuntimeConfig.resolve(inventory=CUDA, devices="cuda:1,cuda:2"))
-hold(recipe_key(stock), whole // 2)
+for applied in (stock.model, model):
+    hold(notes_of(applied).key, whole // 2)
 sizes = {"sharded": parallel.model_size(), "on other devices": elsewhere.model_size()}
 notes_of(model).local = True
 clone, removed = parallel.clone(), without_context_parallel(parallel.clone())

@@ -13,6 +13,7 @@ from torch import nn
 
 from cp_runtime.comfy.rank.quantised import own_formats, shared_scales
 from cp_runtime.comfy.shared.formats import KINDS
+from cp_runtime.comfy.shared.values import Facts
 from cp_runtime.comfy.ui.obstacles import check_experts
 from cp_runtime.engine.compiled import CompiledBlocks, CompileSettings
 from cp_runtime.engine.plan import ShardingPlan
@@ -82,7 +83,7 @@ def linear(kind, layout, kinds):
     layer = comfy.ops.mixed_precision_ops(compute_dtype=torch.float32).Linear(64, 64, bias=False, dtype=torch.float32)
     layer.load_state_dict(state, strict=False)
     with patch.multiple(comfy.model_management, **dict.fromkeys(SUPPORTS, lambda device: True)), torch.no_grad():
-        own = own_formats(nn.ModuleList([layer]), torch.device("cpu"), kinds)
+        own = own_formats(nn.ModuleList([layer]), Facts(True, None, None, False, False), torch.device("cpu"), kinds)
         return own, layer(tokens)
 
 

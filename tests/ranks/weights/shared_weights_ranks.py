@@ -59,7 +59,7 @@ def outputs(path, lora, options, placement):
     load = partial(load_file, mirrors, path, options, mesh=mesh, placement=placement, device_bytes=DEVICE_BYTES)
 
     def with_lora(name, strength):
-        load(lora_of(mirrors.entries[KEY].patcher, lora, strength), name)
+        load(lora_of(path, lora, strength, options), name)
         outs[name] = call()
 
     load()

@@ -27,7 +27,7 @@ def outputs(path, mesh, pipeline, **placement):
     mirrors, outs = mirrors_on("cpu"), {}
     load = partial(load_file, mirrors, path, mesh=mesh if pipeline else None, **placement)
     for name, strength in (("as loaded", 0), ("with a LoRA", 1.0), ("without it", 0)):
-        load(patches=lora_of(mirrors.entries[KEY].patcher, lora, strength), uuid=name) if strength else load()
+        load(patches=lora_of(path, lora, strength), uuid=name) if strength else load()
         outs[name] = call(mirrors, mesh, 1, pipeline=pipeline)
     patcher = mirrors.entries[KEY].patcher
     patcher.detach()  # as ComfyUI's memory manager does to make room

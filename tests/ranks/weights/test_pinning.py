@@ -11,14 +11,11 @@ def steps(flux):
     return run_steps("weights/pinning_ranks.py", RANKS, flux[0], preload=COMFY)
 
 
-def test_ranks_that_offload_share_one_copy(steps):
-    at = steps["the file's weights"]
+@pytest.mark.parametrize("step", ["pages of the file", "as loaded", "converted"])
+def test_ranks_that_offload_share_one_copy(steps, step):
+    """With ComfyUI's process, which is rank 0 here. What is pinned is that copy."""
+    at = steps[step]
     assert at["on_host"] > 0.4 * at["model"]
-    assert at["pages"] <= 1.1 * at["model"]
-
-
-def test_converted_weights_are_the_pages_of_the_file_too(steps):
-    at = steps["converted weights"]
-    assert at["on_host"] > 0.4 * at["model"]
-    assert at["pinned"] == 0
-    assert 0.9 < at["pages"] / steps["the file's weights"]["model"] <= 1.1
+    pinned = at["pinned"] / at["on_host"]
+    assert pinned < 0.001 if step == "pages of the file" else pinned > 0.9  # a few norms are in no file
+    assert 0.9 * at["model"] < at["pages"] <= 1.1 * at["model"]

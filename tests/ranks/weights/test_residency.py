@@ -38,10 +38,6 @@ def test_ranks_keep_a_model_that_is_loaded_onto_another_device(steps):
     assert steps["loaded on a device without a rank"]["told"] == []
 
 
-def test_a_recipe_without_options_is_read(steps):
-    assert steps["loaded by a pack that names no options"]["told"] == []
-
-
 def test_the_size_of_a_model_is_what_it_takes_of_this_process_s_device(steps):
     sizes = steps["sizes"]
     assert (sizes["sharded"], sizes["on other devices"]) == (sizes["whole"] // 2, 0)

@@ -5,7 +5,18 @@ Loaded by the server under test, never by pytest. All random content comes from 
 
 import gc
 
-from . import attention, changed, conditioning, encoders, latent, model_patch, patch, processes, stand_ins  # noqa: F401  (they make nodes)
+from . import (  # noqa: F401  (they make nodes)
+    attention,
+    changed,
+    conditioning,
+    encoders,
+    latent,
+    loaders,
+    model_patch,
+    patch,
+    processes,
+    stand_ins,
+)
 from .node import NODE_CLASS_MAPPINGS
 
 gc.freeze()  # ComfyUI collects garbage between prompts, and these are always the same modules

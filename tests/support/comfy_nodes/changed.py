@@ -42,7 +42,9 @@ def _first(network: nn.Module, kind: Any) -> tuple[nn.Module, str, Any]:
 
 
 def _padding(network: nn.Module) -> Callable[[], Any]:
-    return _set(_first(network, nn.Conv2d)[2], "padding_mode", "circular")
+    """As nodes for seamless pictures do."""
+    undo = [_set(conv, "padding_mode", "circular") for conv in network.modules() if isinstance(conv, nn.Conv2d)]
+    return lambda: [each() for each in undo]
 
 
 def _method(network: nn.Module) -> Callable[[], Any]:

@@ -176,10 +176,6 @@ def _layer_alone(model: ModelPatcher) -> None:
     model.set_model_unet_function_wrapper(wrapper)
 
 
-def _no_recipe(model: ModelPatcher) -> None:
-    model.cached_patcher_init = None
-
-
 def _other_class(model: ModelPatcher) -> None:
     # For good, because all clones share the transformer.
     transformer = model.model.diffusion_model
@@ -317,9 +313,6 @@ KINDS: dict[str, Callable[[ModelPatcher], Any]] = {
     "forward_of_the_class": _forward_of_the_class,
     "layer_alone": _layer_alone,
     "subclass": lambda model: setattr(model, "__class__", OtherPatcher),
-    "no_recipe": _no_recipe,
-    "foreign_recipe": lambda model: setattr(model, "cached_patcher_init", (_no_recipe, (model,))),
-    "unstamped": lambda model: vars(model.model).pop("context_parallel_notes", None),
     "multigpu": lambda model: model.set_additional_models("multigpu", [model.clone()]),
     "other_class": _other_class,
     "object_argument": _object_argument,
@@ -375,12 +368,11 @@ def TestPatch(model: Any, kind: str) -> Any:
 
     Above the denoise call: `model_function_wrapper`, `apply_model_wrapper`, `post_cfg`. Around it:
     `diffusion_model_wrapper`. Inside it: all others. `attn2_patch` and `double_block` are called by Wan,
-    `attn1_output_patch` and `post_input` by Flux. `no_recipe`, `foreign_recipe`, `subclass` and `multigpu` make the
-    model look as other loaders and MultiGPU CFG Split leave it; `changed_weight` changes a weight in place, for good,
+    `attn1_output_patch` and `post_input` by Flux. `subclass` and `multigpu` make the model
+    look as other loaders and MultiGPU CFG Split leave it; `changed_weight` changes a weight in place, for good,
     and `other_class` the class of the transformer, `class` a method of all Wan models until `class_restored`,
     `class_of_a_patch` and `class_of_a_network` those of a patch behind the first layer, `module` and `chosen_attention` modules of
-    the transformer. `unstamped` makes it a model that a pack loaded by a function which it had
-    imported before.
+    the transformer.
     `recorded` fails where ComfyUI records what is allocated. `clone_to_sample` has ComfyUI load a clone that is gone at once,
     `changed_clone_to_sample` one with another input layer; `unload_while_sampling` has it unload all models before every call;
     `reads_embedder` reads a weight of SD3.

@@ -83,6 +83,12 @@ def imported(name: str, file: Path) -> Any:
     return module
 
 
+def resize(module: Any) -> None:
+    """Have sizes in the code of a module alike in all processes."""
+    sizes = imported("test_sizes", SUPPORT / "sizes.py")
+    sizes.resize({module.__name__: sizes.AT_IMPORT[module.__name__]})
+
+
 def put_cards_in(_: Any) -> None:
     """Have the cards that the environment names."""
     stand_in = imported("stand_in", SUPPORT / "stand_in" / "__init__.py")
@@ -118,7 +124,13 @@ def follow_no_cards(origin: Any) -> None:
     origin.COMPUTING += ("stand_in",)
 
 
-for module, patch in (("comfy.model_detection", take_at_its_word), ("cp_runtime.pool.worker", look_for_faults)):
+AT_IMPORT = {
+    "comfy.model_detection": take_at_its_word,
+    "cp_runtime.pool.worker": look_for_faults,
+    "comfy.ldm.wan.model_animate": resize,
+    "comfy.ldm.ace.lyric_encoder": resize,
+}
+for module, patch in AT_IMPORT.items():
     if module in sys.modules:  # of the process that this one was forked from
         patch(sys.modules[module])
     else:

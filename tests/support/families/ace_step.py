@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from ..sizes import LYRIC_ENCODER
 from . import Case, Model, Served, fan_in, normal
 
 CLASS = "comfy.ldm.ace.model.ACEStepTransformer2DModel"
@@ -13,8 +14,7 @@ ACE = dict(
     lyric_hidden_size=64,
 )  # fmt: skip
 # Width, inner width and layers of the encoder of lyrics.
-SIZES = {"comfy.ldm.ace.lyric_encoder": {1024: 64, 4096: 128, 6: 2}}
-MODELS = {"ace": Model(CLASS, ACE, "ACEStep", {"audio_model": "ace"}, fan_in, sizes=SIZES)}
+MODELS = {"ace": Model(CLASS, ACE, "ACEStep", {"audio_model": "ace"}, fan_in, sizes=LYRIC_ENCODER)}
 
 
 def ace(batch: int = 1, length: int = 24, text: int = 7, **extra: Any) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..sizes import FACE
 from . import Case, Model, Served, normal
 from .wan import IMAGE_MODEL, WAN, wan
 from .wan import init as wan_init
@@ -13,7 +14,6 @@ CLASS = "comfy.ldm.wan.model."
 SOUND = {
     f"comfy.ldm.wan.model:{name}": {512: 40, 1536: 96} for name in ("HumoWanModel", "WanAttentionBlockAudio", "AudioProjModel")
 }
-FACE = {"comfy.ldm.wan.model_animate": {32: 8, 64: 12, 128: 16, 256: 24, 512: 48, 1024: 72}}
 
 
 def init(name: str, parameter: Tensor, values: Tensor) -> Tensor | None:

@@ -125,7 +125,7 @@ def _class_on_card(cls: type[Tensor]) -> type[OnCard]:
     """The class of tensors on a card that wear `cls`, one without operators of its own. Their operations come by `Everywhere`."""
     names = {"on_cpu": cls, "__torch_dispatch__": Tensor.__torch_dispatch__}
     names["__torch_function__"] = inspect.getattr_static(cls, "__torch_function__")
-    made: type[OnCard] = _Kind(cls.__name__, (cls, OnCard), names)
+    made: type[OnCard] = _Kind(cls.__name__, (cls, OnCard), {**names, "__module__": cls.__module__})
     return made
 
 

@@ -1,0 +1,90 @@
+"""Reads values that the parent of this process has written: see `ui.objects`. They come over this rank's own channel."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping, Sequence
+from pickle import Unpickler
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..shared.made import MAKERS, new_module, own_device
+from ..shared.values import Facts, Place
+
+
+class Read(NamedTuple):
+    """What was written, here. `classes`: of its modules, as `Written` has them."""
+
+    thing: Any
+    classes: frozenset[type]
+
+
+def read(data: bytes, tensors: Sequence[Tensor], device: torch.device) -> Read:
+    """Read what the parent of this process has written. `device`: for what was on a device of its own there."""
+    reader = _Reader(io.BytesIO(data), tensors, device)
+    return Read(reader.load(), frozenset(reader.classes))
+
+
+class _Reader(Unpickler):
+    def __init__(self, file: io.BytesIO, tensors: Sequence[Tensor], device: torch.device) -> None:
+        super().__init__(file)
+        self._tensors, self._device_there = tensors, device
+        self.classes: set[type] = set()
+
+    def persistent_load(self, number: Any) -> Tensor:
+        return self._tensors[number]
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name == own_device.__name__:
+            return lambda kind: torch.device("cpu") if kind == "cpu" else self._device_there
+        if name == new_module.__name__:
+            return self._new
+        return MAKERS.get(name) or super().find_class(module, name)
+
+    def _new(self, cls: Any) -> nn.Module:
+        self.classes.add(cls)
+        return new_module(cls)
+
+
+class Model(NamedTuple):
+    """A model by value, here.
+
+    Args:
+        network: its transformer, or a VAE.
+        kind: class of its patcher.
+        settings: of that class, by name.
+        classes: of its modules.
+    """
+
+    network: nn.Module
+    kind: Any
+    settings: Mapping[str, Any]
+    facts: Facts
+    classes: frozenset[type]
+
+
+def read_model(value: bytes, blocks: Sequence[Any], device: torch.device) -> Model:
+    """Read what `shared.values.packed` has packed.
+
+    Args:
+        blocks: buffers of the memory that the places are in.
+        device: for tensors that were on a device in the parent.
+    """
+    head, _, data = value.partition(b"\n")
+    places = [Place(*given) for given in json.loads(head)]
+    (network, kind, settings, facts), classes = read(data, [_tensor(blocks, place, device) for place in places], device)
+    return Model(network, kind, settings, Facts(*facts), classes)
+
+
+def _tensor(blocks: Sequence[Any], place: Place, device: torch.device) -> Tensor:
+    dtype: torch.dtype = getattr(torch, place.dtype)
+    count = 1 + sum((size - 1) * stride for size, stride in zip(place.shape, place.stride, strict=True))
+    if 0 in place.shape:
+        made = torch.empty(place.shape, dtype=dtype)
+    else:
+        numbers = torch.frombuffer(blocks[place.block], dtype=torch.uint8, count=count * dtype.itemsize, offset=place.offset)
+        made = numbers.view(dtype).as_strided(place.shape, place.stride)
+    return made if place.device == "cpu" else made.to(device)

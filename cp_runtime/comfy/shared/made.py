@@ -1,0 +1,105 @@
+"""What ranks make of the values that ComfyUI's process sends: a pickle names these functions, and no others of this package."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...compat import as_parameter
+from .fingerprint import found
+from .modules import find
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+
+
+def make_class(factory: str, arguments: dict[str, Any], path: str) -> Any:
+    made = find(factory)(**arguments)
+    for part in path.split(".")[1:]:
+        made = getattr(made, part)
+    return made
+
+
+def bodies_in(outer: str, inner: str) -> list[CodeType]:
+    """Return the code of the functions of that name inside of a function; none, where that is no function."""
+    around = inspect.unwrap(getattr(found(outer), "__func__", found(outer)))
+    constants = around.__code__.co_consts if isinstance(around, FunctionType) else ()
+    return [each for each in constants if isinstance(each, CodeType) and each.co_name == inner]
+
+
+def make_function(outer: str, inner: str, number: int) -> FunctionType:
+    body = bodies_in(outer, inner)[number]
+    around = inspect.unwrap(getattr(found(outer), "__func__", found(outer)))
+    return FunctionType(body, around.__globals__, inner, None, tuple(CellType() for _ in body.co_freevars))
+
+
+def fill_function(function: FunctionType, state: tuple[Any, Any, tuple[Any, ...]]) -> None:
+    function.__defaults__, function.__kwdefaults__, cells = state
+    for cell, value in zip(function.__closure__ or (), cells, strict=True):
+        cell.cell_contents = value
+
+
+def bind_method(function: Any, owner: Any) -> MethodType:
+    return MethodType(function, owner)
+
+
+def own_device(kind: str) -> torch.device:
+    """Return the device of this process that stands for one of ComfyUI's process: see `rank.objects`."""
+    return torch.device(kind)
+
+
+def take_module(name: str) -> ModuleType:
+    return importlib.import_module(name)
+
+
+def make_parameter(value: Tensor, requires_grad: bool) -> nn.Parameter:
+    return as_parameter(value, requires_grad)
+
+
+def make_small(numbers: bytes, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    made = torch.empty(shape, dtype=dtype)
+    if numbers:
+        made.view(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(numbers), dtype=torch.uint8))
+    return made.to(device)
+
+
+def make_dressed(cls: Any, value: Tensor, parameter: bool, requires_grad: bool) -> Tensor:
+    made: Tensor = value.as_subclass(cls)
+    return as_parameter(made, requires_grad) if parameter else made
+
+
+def set_fields(value: Any, state: dict[str, Any]) -> None:
+    vars(value).update(state)
+
+
+def make_wrapped(
+    cls: Any, parts: dict[str, Tensor], context: Any, size: tuple[int, ...], stride: Any, parameter: bool, requires_grad: bool
+) -> Tensor:
+    made: Tensor = cls.__tensor_unflatten__(parts, context, size, stride)
+    return as_parameter(made, requires_grad) if parameter else made
+
+
+def new_module(cls: Any) -> nn.Module:
+    module: nn.Module = cls.__new__(cls)
+    nn.Module.__init__(module)
+    return module
+
+
+def fill_module(module: nn.Module, state: dict[str, Any]) -> None:
+    for name in HOOKS:
+        vars(module)[name].update(state.pop(name, {}))
+    vars(module).update(state)
+
+
+MAKERS: dict[str, Callable[..., Any]] = {
+    each.__name__: each
+    for each in (
+        find, make_class, make_function, fill_function, bind_method, own_device, take_module, make_parameter, make_small,
+        make_dressed, set_fields, make_wrapped, new_module, fill_module,
+    )
+}  # fmt: skip

@@ -1,0 +1,376 @@
+"""Networks by value, for the ranks that this process has started: a pickle, with a number in the place of every tensor.
+
+This process reads none: its children do (`rank.objects`). Classes and functions go by name, what a function has around it by
+value, so no code travels: both processes compare what they have under these names (`fingerprint`). Left out are records of
+ComfyUI's memory manager and this pack's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import io
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pickle import Pickler
+from types import FunctionType, MappingProxyType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from ...compat import global_hooks, hooks_of
+from ...errors import MirrorError
+from ...nested import is_plain_storage_subclass
+from ..shared.assigned import set_later
+from ..shared.fingerprint import CACHED, content_of
+from ..shared.made import (
+    HOOKS,
+    MAKERS,
+    bind_method,
+    bodies_in,
+    fill_function,
+    fill_module,
+    make_class,
+    make_dressed,
+    make_function,
+    make_parameter,
+    make_small,
+    make_wrapped,
+    new_module,
+    own_device,
+    set_fields,
+    take_module,
+)
+from ..shared.modules import BOOKKEEPING, LOCALS, find, full_name, module_name
+from ..shared.origin import in_library
+
+INSIDE = frozenset({"training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
+"""Of what every module has, what counts here."""
+STANDARD = frozenset(vars(nn.Module()))
+_CODE = (FunctionType, MethodType, functools.partial)
+INLINE = 64 << 10
+"""Bytes: smaller tensors, other than weights, are written with the rest."""
+
+
+class Written(NamedTuple):
+    """A network, or anything else, as it travels.
+
+    Args:
+        data: for `rank.objects.read`.
+        tensors: plain ones, by their number; small ones, other than weights, are in `data`.
+        owners: the tensor or weight that each of these is the memory of.
+        classes: of its modules.
+        names: of other classes and of functions of ComfyUI and node packs that it names.
+    """
+
+    data: bytes
+    tensors: list[Tensor]
+    owners: list[Tensor]
+    classes: frozenset[type]
+    names: frozenset[str]
+
+
+class Settings(NamedTuple):
+    """How a thing is written.
+
+    Args:
+        later: also what the classes' own code sets after the constructor, such as caches, where that can be sent; without, two
+            results differ only by what others have changed.
+        marks: further attributes of a module, for the ranks.
+        instead: weights to be written in the place of others, by the id of these.
+        originals: attributes of modules as they were before ComfyUI patched them, by the id of the module.
+    """
+
+    later: bool = True
+    marks: Callable[[nn.Module], Mapping[str, Any]] = lambda module: {}
+    instead: Mapping[int, Tensor] = MappingProxyType({})
+    originals: Mapping[int, Mapping[str, Any]] = MappingProxyType({})
+
+
+_USUAL = Settings()
+
+
+def write(thing: Any, settings: Settings = _USUAL) -> Written:
+    """Write a thing. Raises MirrorError: something in it cannot be sent; the message says what."""
+    if any(not is_ours(hook) for each in global_hooks() for hook in each.values()):
+        raise MirrorError("a node put a hook on the forward of all modules, which the workers lack")
+    try:
+        return _written(thing, settings)
+    except _Refused as error:
+        raise MirrorError(error.what.format(path=_path_of(thing, error.module))) from error
+    except MirrorError:
+        raise
+    except Exception as error:
+        raise MirrorError(f"{_culprit(thing, settings)} cannot be sent to the workers ({_shortened(error)})") from error
+
+
+class _Refused(Exception):
+    """What a module has may not travel. `what`: says so, with "{path}" in the place of the module's."""
+
+    def __init__(self, what: str, module: nn.Module) -> None:
+        super().__init__(what)
+        self.what, self.module = what, module
+
+
+def _written(thing: Any, settings: Settings) -> Written:
+    file = io.BytesIO()
+    writer = _Writer(file, settings)
+    writer.dump(thing)
+    names = writer.names - {full_name(cls) for cls in writer.classes}
+    return Written(file.getvalue(), writer.tensors, writer.owners, frozenset(writer.classes), frozenset(names))
+
+
+def _modules(thing: Any) -> Iterator[tuple[str, nn.Module]]:
+    parts = thing if isinstance(thing, tuple) else (thing,)
+    return (named for part in parts if isinstance(part, nn.Module) for named in part.named_modules())
+
+
+def _path_of(thing: Any, module: nn.Module) -> str:
+    return next((path for path, each in _modules(thing) if each is module and path), "the model")
+
+
+def _culprit(thing: Any, settings: Settings) -> str:
+    """Return words for what cannot be written."""
+    for path, module in _modules(thing):
+        for name, value in _attributes(module, settings).items():
+            if name not in INSIDE:
+                try:
+                    _written(value, settings)
+                except Exception:  # noqa: BLE001
+                    return f"{name} of {path or 'the model'}, {_article(value)},"
+    return _article(thing)
+
+
+def _article(value: Any) -> str:
+    return f"an object of the class {type(value).__module__}.{type(value).__qualname__}"
+
+
+def _shortened(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:200]
+
+
+def _attributes(module: nn.Module, settings: Settings) -> dict[str, Any]:
+    """Return what a module holds that counts."""
+    cls: Any = type(module)
+    later = set_later(cls)
+    held: dict[str, Any] = {}
+    for name, value in _as_before(module, settings.originals.get(id(module), {})).items():
+        if (name in STANDARD and name not in INSIDE) or BOOKKEEPING.fullmatch(name) or is_ours(value):
+            continue
+        if name in later and not (settings.later and _can_be_sent(value, settings)):
+            continue  # caches: ranks make their own
+        if type(value) is MethodType and value.__self__ is module and value.__func__ is getattr(type(module), name, None):
+            continue  # ComfyUI leaves the stock method after a patch
+        held[name] = value
+    return held
+
+
+def _can_be_sent(value: Any, settings: Settings) -> bool:
+    try:
+        _written(value, settings)
+    except Exception:  # noqa: BLE001  (it may raise anything when it is looked at)
+        return False
+    return True
+
+
+def _as_before(module: nn.Module, originals: Mapping[str, Any]) -> dict[str, Any]:
+    if not originals:
+        return vars(module)
+    held = {**vars(module), **{name: dict(vars(module)[name]) for name in ("_parameters", "_buffers", "_modules")}}
+    for name, value in originals.items():
+        inner = next((held[each] for each in ("_parameters", "_buffers", "_modules") if name in held[each]), held)
+        inner[name] = value
+    return held
+
+
+def is_ours(value: Any) -> bool:
+    """Return whether a value stands in a model because this pack has put it there: see `ui.interception`."""
+    return bool(getattr(type(value), "sends_to_workers", False))
+
+
+class _Writer(Pickler):
+    def __init__(self, file: io.BytesIO, settings: Settings) -> None:
+        super().__init__(file, protocol=5)
+        self.tensors: list[Tensor] = []
+        self.owners: list[Tensor] = []
+        self.classes: set[type] = set()
+        self.names: set[str] = set()
+        self._settings = settings
+        self._numbers: dict[int, int] = {}
+
+    def persistent_id(self, value: Any) -> Any:
+        if type(value) is not Tensor or value.layout is not torch.strided or is_lazy(value):
+            return None
+        if id(value) not in self._numbers:
+            if value.nbytes <= INLINE:
+                return None
+            self._number(value, value)
+        return self._numbers[id(value)]
+
+    def _number(self, value: Tensor, owner: Tensor) -> Tensor:
+        self._numbers[id(value)] = len(self.tensors)
+        self.tensors.append(value)
+        self.owners.append(owner)
+        return value
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if isinstance(value, nn.Module):
+            return self._of_module(value)
+        kind = type(value)  # `isinstance` believes what an object says of itself
+        if kind is FunctionType:
+            return self._function(value)
+        if issubclass(kind, type):
+            return self._class(value)
+        if kind is MethodType:
+            return bind_method, (value.__func__, value.__self__)
+        if kind is CACHED:
+            return self._by_name(value, value.__wrapped__)
+        if kind is torch.device:
+            return own_device, (value.type,)
+        if issubclass(kind, ModuleType):
+            return take_module, (module_name(value.__name__),)
+        return NotImplemented
+
+    def _tensor(self, value: Tensor) -> Any:
+        value = self._settings.instead.get(id(value), value)
+        parameter = isinstance(value, nn.Parameter)
+        if hasattr(type(value), "__tensor_flatten__"):
+            inner, context = value.__tensor_flatten__()  # type: ignore[attr-defined]
+            parts = {name: getattr(value, name) for name in inner}
+            if parameter:
+                parts = {name: self._number(part, part) if type(part) is Tensor else part for name, part in parts.items()}
+            return make_wrapped, (type(value), parts, context, tuple(value.shape), value.stride(), parameter, value.requires_grad)
+        if is_plain_storage_subclass(value):
+            memory = self._number(value.as_subclass(Tensor).detach(), value)
+            return make_dressed, (type(value), memory, parameter, value.requires_grad), vars(value), None, None, set_fields
+        if value.layout is not torch.strided or is_lazy(value):
+            return NotImplemented
+        if type(value) is nn.Parameter:
+            return make_parameter, (self._number(value.detach(), value), value.requires_grad)
+        if type(value) is Tensor:  # a small one
+            numbers = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            return make_small, (numbers, value.dtype, tuple(value.shape), value.device)
+        return NotImplemented
+
+    def _of_module(self, module: nn.Module) -> Any:
+        for hook in (hook for each in hooks_of(module) for hook in each.values()):
+            if not is_ours(hook) and not _of_library(hook):
+                raise _Refused("a node put a hook on {path}", module)
+        if module.training and any(is_random(name, value) for name, value in vars(module).items()):
+            raise _Refused("a node put {path} into training mode, which draws random numbers", module)
+        try:
+            self._class(type(module))
+        except MirrorError as error:
+            raise _Refused(f"a node replaced the class of {{path}}: {error}", module) from error
+        self.classes.add(type(module))
+        held = _attributes(module, self._settings)
+        for name, value in held.items():
+            if type(value) in _CODE and hasattr(type(module), name):
+                raise _Refused(f"a node replaced {name} of {{path}}", module)
+        hooks = {name: {k: hook for k, hook in vars(module)[name].items() if not is_ours(hook)} for name in HOOKS}
+        return new_module, (type(module),), {**held, **hooks, **self._settings.marks(module)}, None, None, fill_module
+
+    def _function(self, function: FunctionType) -> Any:
+        if MAKERS.get(function.__name__) is function:
+            return NotImplemented
+        name = full_name(function)
+        if LOCALS not in name:
+            return self._by_name(function, function)
+        outer, _, inner = name.partition(LOCALS)
+        number = next((number for number, body in enumerate(bodies_in(outer, inner)) if body == function.__code__), None)
+        if number is None:
+            raise MirrorError(f"{name.replace(':', '.')} is not to be found where it was made, and no code is sent to the workers")
+        self.names.add(outer)
+        cells = tuple(map(content_of, function.__closure__ or ()))
+        return (
+            make_function,
+            (outer, inner, number),
+            (function.__defaults__, function.__kwdefaults__, cells),
+            None,
+            None,
+            fill_function,
+        )
+
+    def _class(self, cls: Any) -> Any:
+        if cls.__module__ == "builtins":
+            return NotImplemented
+        return self._remade(cls) if LOCALS in cls.__qualname__ else self._by_name(cls, cls)
+
+    def _by_name(self, thing: Any, named: Any) -> Any:
+        """Have the rank take what has this name there. Raises MirrorError: something else has it here."""
+        name = full_name(named)
+        if _resolved(name) != thing:
+            raise MirrorError(f"{name.replace(':', '.')} is not to be found under its name, and no code is sent to the workers")
+        if not in_library(str(named.__module__)):
+            self.names.add(name)
+        return find, (name,)
+
+    def _remade(self, cls: Any) -> Any:
+        """Have a class that a function has made be made by it again."""
+        factory, given, path = _making(cls)
+        self.names.add(full_name(factory))
+        return make_class, (full_name(factory), given, path)
+
+
+def is_random(name: str, value: Any) -> bool:
+    """Return whether an attribute is the probability of a dropout."""
+    return (name == "p" or "drop" in name) and type(value) in (int, float) and value > 0
+
+
+def _of_library(hook: Any) -> bool:
+    """Return whether a hook is a library's, such as those of weight norms."""
+    return in_library(str(hook.__module__ if type(hook) in _CODE else type(hook).__module__))
+
+
+@functools.lru_cache(maxsize=256)
+def _making(cls: Any) -> tuple[FunctionType, dict[str, Any], str]:
+    """Return the function that has made a class, its arguments, and the path of the class in what it makes.
+
+    Arguments are known from what methods refer to, from attributes `_name`, or as the class around a base class.
+    """
+    outer, _, path = cls.__qualname__.partition(LOCALS)
+    factory = _resolved(f"{module_name(cls.__module__)}:{outer}")
+    shown = full_name(cls).replace(":", ".")
+    if not isinstance(factory, FunctionType):
+        raise MirrorError(f"{shown} is a class that no function at the top of a module has made, and the workers lack it")
+    wanted = inspect.signature(factory).parameters
+    held: dict[str, Any] = {}
+    for function in _methods_made_with(cls):
+        held |= dict(zip(function.__code__.co_freevars, map(content_of, function.__closure__ or ()), strict=True))
+    top = f"{LOCALS}{path.partition('.')[0]}"
+    for each in (cls, *(each for each in held.values() if isinstance(each, type) and each.__qualname__.endswith(top))):
+        held = {**{name: vars(each)[f"_{name}"] for name in wanted if f"_{name}" in vars(each)}, **held}
+    around = [base.__qualname__.rpartition(".")[0] for base in cls.__bases__ if LOCALS not in base.__qualname__]
+    missing = [name for name, each in wanted.items() if each.default is inspect.Parameter.empty and name not in held]
+    if missing and any(around):
+        held |= dict.fromkeys(missing, _resolved(f"{cls.__bases__[0].__module__}:{around[0]}"))
+    given = {name: held[name] for name in wanted if name in held}
+    try:
+        again = make_class(full_name(factory), given, path)
+    except Exception as error:
+        raise MirrorError(f"{shown} is a class that the workers cannot make: {error}") from error
+    if [each.__qualname__ for each in again.__mro__] != [each.__qualname__ for each in cls.__mro__]:
+        raise MirrorError(f"{shown} is a class that the workers would make with other bases")
+    return factory, given, path
+
+
+def _methods_made_with(cls: Any) -> Iterator[FunctionType]:
+    for base in cls.__mro__:
+        for value in vars(base).values():
+            if isinstance(value, FunctionType) and value.__closure__ and LOCALS in value.__qualname__:
+                yield value
+
+
+def _resolved(name: str) -> Any:
+    """Return what stands under a name in this process; None without it. ComfyUI imports some modules by their path."""
+    module, _, path = name.partition(":")
+    thing: Any = sys.modules.get(module) or next(
+        (each for key, each in list(sys.modules.items()) if module_name(key) == module and each is not None), None
+    )
+    for part in path.split("."):
+        thing = getattr(thing, part, None)
+    return thing
