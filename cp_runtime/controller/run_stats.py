@@ -79,7 +79,7 @@ class RunStats:
     """The calls of one sampling run.
 
     Args:
-        key: of the model's file; None = its loader left no recipe.
+        key: that models have in common which were loaded alike; None = of none.
         machine: of a run on one device: device and driver, in words.
         unit: name of such a device, of UNITS.
 
