@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import importlib
 import inspect
 from collections.abc import Callable
@@ -23,6 +24,13 @@ def make_class(factory: str, arguments: dict[str, Any], path: str) -> Any:
     for part in path.split(".")[1:]:
         made = getattr(made, part)
     return made
+
+
+def build_class(outer: str, inner: str, bases: tuple[type, ...]) -> Any:
+    """Make the class that a function makes, from its body there, which uses no variables of the function."""
+    (body,) = bodies_in(outer, inner)
+    around = inspect.unwrap(getattr(found(outer), "__func__", found(outer)))
+    return builtins.__build_class__(FunctionType(body, around.__globals__, inner), inner, *bases)
 
 
 def bodies_in(outer: str, inner: str) -> list[CodeType]:
@@ -99,7 +107,7 @@ def fill_module(module: nn.Module, state: dict[str, Any]) -> None:
 MAKERS: dict[str, Callable[..., Any]] = {
     each.__name__: each
     for each in (
-        find, make_class, make_function, fill_function, bind_method, own_device, take_module, make_parameter, make_small,
-        make_dressed, set_fields, make_wrapped, new_module, fill_module,
+        find, build_class, make_class, make_function, fill_function, bind_method, own_device, take_module, make_parameter,
+        make_small, make_dressed, set_fields, make_wrapped, new_module, fill_module,
     )
 }  # fmt: skip

@@ -30,6 +30,7 @@ from ..shared.made import (
     MAKERS,
     bind_method,
     bodies_in,
+    build_class,
     fill_function,
     fill_module,
     make_class,
@@ -310,7 +311,13 @@ class _Writer(Pickler):
         return find, (name,)
 
     def _remade(self, cls: Any) -> Any:
-        """Have a class that a function has made be made by it again."""
+        """Have a class that a function has made be made again: from its body, or by that function where the body uses variables of
+        it."""
+        outer, _, inner = full_name(cls).partition(LOCALS)
+        bodies = bodies_in(outer, inner)
+        if len(bodies) == 1 and not bodies[0].co_freevars and type(cls) is type:
+            self.names.add(outer)
+            return build_class, (outer, inner, cls.__bases__)
         factory, given, path = _making(cls)
         self.names.add(full_name(factory))
         return make_class, (full_name(factory), given, path)
@@ -330,7 +337,7 @@ def _of_library(hook: Any) -> bool:
 def _making(cls: Any) -> tuple[FunctionType, dict[str, Any], str]:
     """Return the function that has made a class, its arguments, and the path of the class in what it makes.
 
-    Arguments are known from what methods refer to, from attributes `_name`, or as the class around a base class.
+    Arguments are known from what methods refer to, and from attributes `_name`.
     """
     outer, _, path = cls.__qualname__.partition(LOCALS)
     factory = _resolved(f"{module_name(cls.__module__)}:{outer}")
@@ -344,10 +351,6 @@ def _making(cls: Any) -> tuple[FunctionType, dict[str, Any], str]:
     top = f"{LOCALS}{path.partition('.')[0]}"
     for each in (cls, *(each for each in held.values() if isinstance(each, type) and each.__qualname__.endswith(top))):
         held = {**{name: vars(each)[f"_{name}"] for name in wanted if f"_{name}" in vars(each)}, **held}
-    around = [base.__qualname__.rpartition(".")[0] for base in cls.__bases__ if LOCALS not in base.__qualname__]
-    missing = [name for name, each in wanted.items() if each.default is inspect.Parameter.empty and name not in held]
-    if missing and any(around):
-        held |= dict.fromkeys(missing, _resolved(f"{cls.__bases__[0].__module__}:{around[0]}"))
     given = {name: held[name] for name in wanted if name in held}
     try:
         again = make_class(full_name(factory), given, path)
