@@ -110,7 +110,7 @@ def choose(
             reason += ", which is more than all of them: two of its few large blocks are there at a time"
         return Choice(config.weights, reason)
     if room is None:
-        return Choice(WHOLE, f"whole: {demand.weights / GB:.3g} GB of weights, which CPU ranks share through the file")
+        return Choice(WHOLE, f"whole: {demand.weights / GB:.3g} GB of weights, which CPU ranks share")
     if slow_link and demand.on_device(WHOLE, ranks) > room >= demand.per_rank(STAGED, ranks):
         return Choice(STAGED, f"staged: {_on_each(demand, STAGED, ranks)}, as the link is too slow to share them out")
     most = leading(demand, free) if at_least == WHOLE and demand.per_rank(SHARDED, ranks) > room else 0

@@ -118,7 +118,7 @@ def test_what_does_not_fit_is_refused_by_name(pool_server):
 def test_without_a_limit_cpu_ranks_keep_it_whole(pool_server, whole):
     assert_right(pool_server, whole, "auto")
     assert placement(pool_server).startswith("whole: ")
-    assert "share through the file" in placement(pool_server)
+    assert "which CPU ranks share" in placement(pool_server)
 
 
 @pytest.mark.parametrize("weights", [pytest.param("whole", marks=pytest.mark.soak), "sharded"])

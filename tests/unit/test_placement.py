@@ -28,7 +28,7 @@ def config(weights="auto", ranks=2, memory_per_rank=0.0, pipeline=None):
         (4, 24, "sharded", "sharded: 64 GB of weights as 4 × 19.5 GB of 24 GB"),
         (2, 24, "offloaded", "offloaded: 64 GB of weights as 2 × 4 GB of 24 GB"),
         (2, 2, "offloaded", "offloaded: 64 GB of weights as 2 × 4 GB, more than the 2 GB that are free"),
-        (2, None, "whole", "whole: 64 GB of weights, which CPU ranks share through the file"),
+        (2, None, "whole", "whole: 64 GB of weights, which CPU ranks share"),
     ],
 )
 def test_auto_takes_the_first_that_fits(ranks, room, placement, reason):
