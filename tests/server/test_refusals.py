@@ -138,7 +138,6 @@ def test_classes_that_a_pack_changed(server):
 
 
 MODULES = {
-    "module": ("wan_t2v_low", "a node replaced the class of head.head.1: "),
     "chosen_attention": ("wan_i2v", "the model file chooses attention_of_a_pack for blocks.0.self_attn of WanModel"),
 }
 
@@ -147,6 +146,16 @@ MODULES = {
 def test_modules_that_the_ranks_would_not_have(kind, off_server):
     ckpt, words = MODULES[kind]
     off_server.fails(wan_prompt(ckpt=ckpt, cp={"world_size": 2}, model_nodes=[("TestPatch", {"kind": kind})]), words)
+
+
+def test_a_layer_of_a_class_that_a_node_made(server):
+    """Ranks make the class from its body."""
+    nodes = {"ckpt": "wan_t2v_low", "model_nodes": [("TestPatch", {"kind": "module"})]}
+    server.free_first()
+    expected = server.sample(wan_prompt(**nodes))
+    server.free_first()
+    assert_close(server.sample(wan_prompt(cp={"world_size": 2}, **nodes)), expected)
+    server.free_first()
 
 
 COMPILING = {
