@@ -31,16 +31,6 @@ def global_hooks() -> tuple[dict[int, Any], dict[int, Any]]:
     return nn.modules.module._global_forward_pre_hooks, nn.modules.module._global_forward_hooks
 
 
-def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return a module's children, live."""
-    return module._modules
-
-
-def slots(module: nn.Module) -> tuple[dict[str, nn.Parameter | None], dict[str, Tensor | None], dict[str, nn.Module | None]]:
-    """Return a module's own parameters, buffers and children, including empty ones."""
-    return dict(module._parameters), dict(module._buffers), dict(module._modules)
-
-
 def state_dict_loader(cls: type[nn.Module]) -> Callable[..., Any]:
     """Return the method by which a module class loads its part of a state dict."""
     return cls._load_from_state_dict
@@ -179,15 +169,6 @@ def before_apply(module: nn.Module, check: Callable[[Callable[[Tensor], Tensor]]
 
     vars(module)["_apply"] = apply
     return lambda: vars(module).pop("_apply", None)
-
-
-no_torch_function: Any = torch._C._disabled_torch_function_impl
-"""`__torch_function__` of a subclass of Tensor that leaves all to `__torch_dispatch__`."""
-
-
-def arguments_of(function: Any) -> list[Any]:
-    """Return an ATen operator's arguments. Each has a `name`, and an `alias_info` if it is written to or shared with a result."""
-    return list(function._schema.arguments)
 
 
 def tensor_without_storage(

@@ -53,10 +53,6 @@ class MirrorError(ContextParallelError):
     """The model on the workers is not, or cannot be made, the model of the UI process."""
 
 
-class ChangedFileError(ContextParallelError):
-    """A model file was written to while a model that was loaded from it is in use."""
-
-
 class ProtocolError(ContextParallelError):
     """A message of the pool is malformed, too large or out of order."""
 

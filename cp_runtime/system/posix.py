@@ -7,7 +7,6 @@ import ctypes
 import errno
 import mmap
 import os
-import shlex
 import signal
 import subprocess
 import time
@@ -83,11 +82,6 @@ def private_pages(fd: int) -> mmap.mmap:
 
 
 file_pages = private_pages
-
-
-def to_replace(path: str) -> str:
-    """Return advice: what replaces a file that processes have mapped."""
-    return f"rename another one over it: {shlex.join(['mv', f'{path}.new', path])}"
 
 
 store_path = path_of

@@ -131,10 +131,6 @@ def path_of(fd: int) -> str:
     return "\\\\" + path.removeprefix("UNC\\") if path.startswith("UNC\\") else path
 
 
-def to_replace(path: str) -> str:
-    return "have ComfyUI unload all models first, or close it."
-
-
 def store_path(fd: int) -> str:
     """Return a path of ASCII: torch takes no other. Raises OSError: there is none."""
     path = path_of(fd)

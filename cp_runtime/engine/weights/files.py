@@ -14,9 +14,6 @@ from torch import Tensor
 
 from ...system import system
 
-MAPPED = (".safetensors", ".sft")
-"""Suffixes of such files."""
-
 _DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32", "I16": "int16",
     "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool", "C64": "complex64",
