@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..shared.made import MAKERS, new_module, own_device
-from ..shared.values import Facts, Place
+from ..shared.values import Facts, Place, extent
 
 
 class Read(NamedTuple):
@@ -81,10 +81,9 @@ def read_model(value: bytes, blocks: Sequence[Any], device: torch.device) -> Mod
 
 def _tensor(blocks: Sequence[Any], place: Place, device: torch.device) -> Tensor:
     dtype: torch.dtype = getattr(torch, place.dtype)
-    count = 1 + sum((size - 1) * stride for size, stride in zip(place.shape, place.stride, strict=True))
-    if 0 in place.shape:
-        made = torch.empty(place.shape, dtype=dtype)
-    else:
+    if count := extent(place.shape, place.stride):
         numbers = torch.frombuffer(blocks[place.block], dtype=torch.uint8, count=count * dtype.itemsize, offset=place.offset)
         made = numbers.view(dtype).as_strided(place.shape, place.stride)
+    else:
+        made = torch.empty(place.shape, dtype=dtype)
     return made if place.device == "cpu" else made.to(device)

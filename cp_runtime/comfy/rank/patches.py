@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from types import CellType, CodeType, FunctionType, SimpleNamespace
+from types import CellType, FunctionType, SimpleNamespace
 from typing import Any
 
 import comfy.model_patcher
@@ -13,6 +12,7 @@ from torch import nn
 
 from ...engine.call import RunningCall
 from ...errors import MirrorError
+from ..shared.fingerprint import bodies_in
 from ..shared.modules import LOCALS, find
 from ..shared.patches import MIRRORED, map_patches
 
@@ -57,13 +57,11 @@ class _Decoder:
 
     def _function(self, entry: dict[str, Any]) -> FunctionType:
         outer, _, name = entry["name"].partition(LOCALS)
-        around = find(outer)
-        around = inspect.unwrap(getattr(around, "__func__", around))
-        codes = [c for c in around.__code__.co_consts if isinstance(c, CodeType) and c.co_name == name]
-        if len(codes) != 1 or set(codes[0].co_freevars) != entry["data"].keys():
+        bodies, namespace = bodies_in(outer, name)
+        if len(bodies) != 1 or set(bodies[0].co_freevars) != entry["data"].keys():
             raise MirrorError(f"{entry['name']} is another function in this ComfyUI than in the one that sent it")
-        cells = tuple(CellType(self._unpack(entry["data"][variable])) for variable in codes[0].co_freevars)
-        return FunctionType(codes[0], around.__globals__, name, entry["defaults"], cells)
+        cells = tuple(CellType(self._unpack(entry["data"][variable])) for variable in bodies[0].co_freevars)
+        return FunctionType(bodies[0], namespace, name, entry["defaults"], cells)
 
     def _unpack(self, value: Any) -> Any:
         if isinstance(value, dict) and len(value) == 1:

@@ -111,19 +111,30 @@ def found(name: str) -> Any:
         raise MirrorError(f"there is no {name}: {error}") from error
     if not inner:
         return thing
-    around = inspect.unwrap(getattr(thing, "__func__", thing))
-    codes = [each for each in around.__code__.co_consts if isinstance(each, CodeType) and each.co_name == inner]
-    if len(codes) != 1:
+    bodies, namespace = bodies_in(outer, inner)
+    if len(bodies) != 1:
         raise MirrorError(f"there is no {name}, or more than one")
-    return _function(codes[0], around.__globals__)
+    return bare(bodies[0], namespace)
+
+
+def bodies_in(outer: str, inner: str) -> tuple[list[CodeType], dict[str, Any]]:
+    """Return the code of the functions and classes of that name inside of a function, and its globals; none, where that is no
+    function. Raises MirrorError: it is not here."""
+    thing = found(outer)
+    around = inspect.unwrap(getattr(thing, "__func__", thing))
+    if not isinstance(around, FunctionType):
+        return [], {}
+    bodies = [each for each in around.__code__.co_consts if isinstance(each, CodeType) and each.co_name == inner]
+    return bodies, around.__globals__
 
 
 def alone(function: FunctionType) -> FunctionType:
     """Return a function of another function without the variables that it has from there, and without defaults."""
-    return _function(function.__code__, function.__globals__)
+    return bare(function.__code__, function.__globals__)
 
 
-def _function(body: CodeType, namespace: dict[str, Any]) -> FunctionType:
+def bare(body: CodeType, namespace: dict[str, Any]) -> FunctionType:
+    """Return a function of a body, without defaults and with nothing in its variables from around."""
     return FunctionType(body, namespace, body.co_name, None, tuple(CellType() for _ in body.co_freevars))
 
 

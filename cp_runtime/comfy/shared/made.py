@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import builtins
 import importlib
-import inspect
 from collections.abc import Callable
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...compat import as_parameter
-from .fingerprint import found
+from .fingerprint import bare, bodies_in
 from .modules import find
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
@@ -28,22 +27,13 @@ def make_class(factory: str, arguments: dict[str, Any], path: str) -> Any:
 
 def build_class(outer: str, inner: str, bases: tuple[type, ...]) -> Any:
     """Make the class that a function makes, from its body there, which uses no variables of the function."""
-    (body,) = bodies_in(outer, inner)
-    around = inspect.unwrap(getattr(found(outer), "__func__", found(outer)))
-    return builtins.__build_class__(FunctionType(body, around.__globals__, inner), inner, *bases)
-
-
-def bodies_in(outer: str, inner: str) -> list[CodeType]:
-    """Return the code of the functions of that name inside of a function; none, where that is no function."""
-    around = inspect.unwrap(getattr(found(outer), "__func__", found(outer)))
-    constants = around.__code__.co_consts if isinstance(around, FunctionType) else ()
-    return [each for each in constants if isinstance(each, CodeType) and each.co_name == inner]
+    (body,), namespace = bodies_in(outer, inner)
+    return builtins.__build_class__(bare(body, namespace), inner, *bases)
 
 
 def make_function(outer: str, inner: str, number: int) -> FunctionType:
-    body = bodies_in(outer, inner)[number]
-    around = inspect.unwrap(getattr(found(outer), "__func__", found(outer)))
-    return FunctionType(body, around.__globals__, inner, None, tuple(CellType() for _ in body.co_freevars))
+    bodies, namespace = bodies_in(outer, inner)
+    return bare(bodies[number], namespace)
 
 
 def fill_function(function: FunctionType, state: tuple[Any, Any, tuple[Any, ...]]) -> None:

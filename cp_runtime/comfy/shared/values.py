@@ -97,6 +97,11 @@ class Model(nn.Module):
         return self.facts.cast_dtype or self.facts.dtype
 
 
+def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Return how many numbers lie between the first and the last one of a tensor, these included."""
+    return 0 if 0 in shape else 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+
+
 def packed(data: bytes, places: Sequence[Place]) -> bytes:
     """Return a value as bytes, for `rank.objects.read_model`."""
     return json.dumps(places).encode() + b"\n" + data

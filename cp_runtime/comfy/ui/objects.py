@@ -24,12 +24,11 @@ from ...compat import global_hooks, hooks_of
 from ...errors import MirrorError
 from ...nested import is_plain_storage_subclass
 from ..shared.assigned import set_later
-from ..shared.fingerprint import CACHED, content_of
+from ..shared.fingerprint import CACHED, bodies_in, content_of
 from ..shared.made import (
     HOOKS,
     MAKERS,
     bind_method,
-    bodies_in,
     build_class,
     fill_function,
     fill_module,
@@ -282,7 +281,7 @@ class _Writer(Pickler):
         if LOCALS not in name:
             return self._by_name(function, function)
         outer, _, inner = name.partition(LOCALS)
-        number = next((number for number, body in enumerate(bodies_in(outer, inner)) if body == function.__code__), None)
+        number = next((number for number, body in enumerate(bodies_in(outer, inner)[0]) if body == function.__code__), None)
         if number is None:
             raise MirrorError(f"{name.replace(':', '.')} is not to be found where it was made, and no code is sent to the workers")
         self.names.add(outer)
@@ -314,7 +313,7 @@ class _Writer(Pickler):
         """Have a class that a function has made be made again: from its body, or by that function where the body uses variables of
         it."""
         outer, _, inner = full_name(cls).partition(LOCALS)
-        bodies = bodies_in(outer, inner)
+        bodies, _ = bodies_in(outer, inner)
         if len(bodies) == 1 and not bodies[0].co_freevars and type(cls) is type:
             self.names.add(outer)
             return build_class, (outer, inner, cls.__bases__)

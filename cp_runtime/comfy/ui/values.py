@@ -29,7 +29,7 @@ from ...pool.blocks import SharedBlock
 from ...system import system
 from ..shared.fingerprint import PLAIN
 from ..shared.modules import LOADER_SETTINGS
-from ..shared.values import Facts, Place, Value
+from ..shared.values import Facts, Place, Value, extent
 from ..shared.weights import AS_IN_FILE, PREFIX, is_dynamic, is_small, model_dtype, network_of, sample
 from .notes import notes_of
 from .objects import Settings, Written, write
@@ -98,14 +98,21 @@ class Found(NamedTuple):
         numbers: its memory, without gaps, in bytes.
         dtype: of what ranks get.
         owner: whose memory it is.
-        moves: whether it may move into the segment.
+        is_weight: it is one of the network's.
     """
 
     name: str
     numbers: Tensor
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
     dtype: torch.dtype
     owner: Tensor
-    moves: bool
+    is_weight: bool
+
+    @property
+    def moves(self) -> bool:
+        """Whether it may move into the segment."""
+        return self.is_weight and self.dtype == self.owner.dtype
 
     @property
     def nbytes(self) -> int:
@@ -196,40 +203,42 @@ class ModelValue:
     def _place(self, patcher: Any, written: Written) -> tuple[Place, ...]:
         """Return the places of tensors in memory that ranks map; move them there where they are not."""
         names, dtypes = self._weights(patcher)
-        found: list[Found | None] = []
-        forms: list[tuple[Any, ...]] = []
-        for number, owner in enumerate(written.owners):
-            tensor = written.tensors[number]
-            dtype = dtypes.get(id(owner), tensor.dtype)
-            moves = id(owner) in names and dtype == tensor.dtype
-            found.append(Found(names.get(id(owner), f"#{number}"), _without_gaps(tensor), dtype, owner, moves))
-            forms.append((str(dtype).removeprefix("torch."), tuple(tensor.shape), tensor.stride(), tensor.device.type))
-        del tensor
+        found = {
+            number: Found(
+                names.get(id(owner), f"#{number}"),
+                _without_gaps(tensor),
+                tuple(tensor.shape),
+                tensor.stride(),
+                dtypes.get(id(owner), tensor.dtype),
+                owner,
+                id(owner) in names,
+            )
+            for number, (tensor, owner) in enumerate(zip(written.tensors, written.owners, strict=True))
+        }
         written.tensors.clear()  # each is freed when it has moved
         files = Files()
-        at = {number: place for number, each in enumerate(found) if each and (place := self._known(each, files)) is not None}
-        new: dict[int, int] = {}  # number and bytes of those without a place
-        for number, each in enumerate(found):
-            if each is not None and number not in at:
-                # Where it was before, if it is as it was: ComfyUI has had it on a device meanwhile. Others may still use that.
-                known = self._regions.get(each.region, ())
-                place = next((it for it in known if torch.equal(self._pages(it, each.nbytes), each.converted())), None)
-                if place is None:
-                    new[number] = each.nbytes
-                else:
-                    at[number] = place
+        known = {number: self._known(each, files) or self._before(each) for number, each in found.items()}
+        new = [found[number].nbytes for number, place in known.items() if place is None]
         if new:
-            index, segment = len(self._blocks), Segment(sum(nbytes + alignment(nbytes) for nbytes in new.values()))
+            segment = self._segments[len(self._blocks)] = Segment(sum(nbytes + alignment(nbytes) for nbytes in new))
             self._blocks.append(segment.block)
-            self._segments[index] = segment
-        for number in range(len(found)):
-            each, found[number] = found[number], None
-            if each is not None and number in new:
-                at[number] = index, segment.take(each.converted())
-                self._regions.setdefault(each.region, []).append(at[number])
-            if each is not None and at[number][0] in self._segments:
-                self._move(each, self._pages(at[number], each.nbytes))
-        return tuple(Place(*at[number], *form) for number, form in enumerate(forms))
+        places = []
+        for number, place in known.items():
+            each = found.pop(number)
+            if place is None:
+                place = len(self._blocks) - 1, segment.take(each.converted())
+                self._regions.setdefault(each.region, []).append(place)
+            if place[0] in self._segments:
+                self._move(each, self._pages(place, each.nbytes))
+            dtype = str(each.dtype).removeprefix("torch.")
+            places.append(Place(*place, dtype, each.shape, each.stride, each.numbers.device.type))
+        return tuple(places)
+
+    def _before(self, each: Found) -> tuple[int, int] | None:
+        """Return where a tensor was before, if it is as it was: ComfyUI has had it on a device meanwhile. Others may still use that
+        place, so nothing is written there."""
+        known = self._regions.get(each.region, ())
+        return next((place for place in known if torch.equal(self._pages(place, each.nbytes), each.converted())), None)
 
     def _known(self, each: Found, files: Files) -> tuple[int, int] | None:
         """Return the place of a tensor that is in memory which ranks map already, or in a file."""
@@ -269,13 +278,13 @@ class ModelValue:
         dtypes: dict[int, torch.dtype] = {}
         for path, module in network_of(model).named_modules():
             slots = parameter_slots(module)
-            small = _stays_as_in_file(module)
+            converts = is_dynamic(model) and not _stays_as_in_file(module)
             for name, weight in slots.items():
                 if weight is None:
                     continue
                 for part in _memory(weight):
                     names.setdefault(id(part), f"{path}.{name}")
-                if is_dynamic(model) and not small and (dtype := model_dtype(model, module, name)) != weight.dtype:
+                if converts and (dtype := model_dtype(model, module, name)) != weight.dtype:
                     dtypes[id(weight)] = dtype
         return names, dtypes
 
@@ -323,8 +332,7 @@ def _memory(weight: Tensor) -> Iterator[Tensor]:
 
 def _without_gaps(tensor: Tensor) -> Tensor:
     """Return the memory between the first and the last number of a tensor, as bytes."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.as_strided((last + 1 if tensor.numel() else 0,), (1,)).view(torch.uint8)
+    return tensor.as_strided((extent(tensor.shape, tensor.stride()),), (1,)).view(torch.uint8)
 
 
 def _identity(written: Written) -> tuple[Any, ...]:
