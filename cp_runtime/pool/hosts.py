@@ -43,6 +43,7 @@ SSH_FAILED = 255
 """Status of ssh itself."""
 BEAT = 2.0  # seconds between two signs of life
 CHECK = 60.0  # seconds that a host has to name its devices: it may import torch from a disk
+ENDS = 2.0  # seconds that the kernel has to end a killed ssh
 READY, UNREACHED, DIFFERS = "ready", "not reached", "differs"
 """How a host is: it can work for this computer; ssh does not get there, or starts nothing; something else is missing."""
 DEVICES = "cp_runtime.pool.devices"  # its name in a rank
@@ -173,6 +174,7 @@ def check(host: str, site: WorkerSite, kind: str) -> tuple[str, str, list[dict[s
         found, wrong = [], f"the computer {host} has not named its devices within {CHECK:g} s. {by_hand(host)}"
     finally:
         process.kill()
+        process.wait(ENDS)
     if not found:
         return DIFFERS if process.reached else UNREACHED, wrong, []
     return READY, "", [{**device, "name": f"{host}/{device['name']}"} for device in found]
