@@ -14,7 +14,7 @@ from ..engine.cost import CallWork
 from ..errors import ProtocolError
 from ..nested import tensors
 from ..pool.blocks import SharedBlock
-from ..pool.messages import Describe, Described, Load, Loaded
+from ..pool.messages import Copy, Describe, Described, Load, Loaded, Region
 from ..pool.protocol import TensorPacker
 from ..timing.prediction import guess
 from ..timing.times import kind_of, remember
@@ -64,6 +64,14 @@ class ModelState(Protocol):
     @property
     def blocks(self) -> Sequence[SharedBlock]:
         """Memory with its weights."""
+
+    @property
+    def regions(self) -> Sequence[Region]:
+        """Where they are in it."""
+
+    @property
+    def copies(self) -> Callable[[], tuple[Copy, ...]]:
+        """Looks which of them are in files of models as well."""
 
     def request(self, placement: str, device_bytes: int) -> tuple[Load, TensorPacker]:
         """Return the load request and the tensors of its weight patches. `device_bytes`: of weights on each rank's device."""

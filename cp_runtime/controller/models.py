@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import mmap
 import weakref
@@ -18,11 +19,12 @@ from ..engine.weights.packing import round_up
 from ..errors import ContextParallelError, RankOutOfMemory
 from ..pool.blocks import SharedBlock
 from ..pool.config import RuntimeConfig
-from ..pool.messages import AttachNetwork, Available, Describe, Drop, Load, MakeRoom
-from ..pool.protocol import TensorPacker
+from ..pool.messages import AttachNetwork, Available, Describe, Drop, Load, Locate, MakeRoom, Region
+from ..pool.protocol import ALIGNMENT, TensorPacker
 from ..pool.settings import OFFLOADED, PLACEMENTS, SHARDED, STAGED, WHOLE
 from ..pool.tensor_cache import CallEncoder
 from ..pool.worker_pool import WorkerPool
+from ..system import system
 from .calls import Code, ModelCall, ModelState
 from .placement import GB, Choice, Resident, Shortages, asked_of, choose, held_parts, next_smaller
 from .run_stats import unit_of
@@ -30,6 +32,7 @@ from .run_stats import unit_of
 log = logging.getLogger("context_parallel")
 
 UNLOAD_TIMEOUT = 15.0
+MUCH = 10**7  # bytes over a network that people should know of
 
 
 class Models:
@@ -164,7 +167,8 @@ class Models:
                 with self._pool.named_errors("load"):
                     packer.write(memory.view(request.memory_nbytes))
                     if travelled and not (resident is not None and resident.choice.placement == choice.placement):
-                        self._add_blocks(memory, request, target)
+                        request = replace(request, sent=self._sent(target, cancelled))
+                        self._add(memory, request, target)
                 request = replace(request, memory=memory.address)
                 whole = memory.view(memory.size)  # all of it, as ranks see it
                 replies = self._pool.request(request, kept=whole, cancelled=cancelled)
@@ -184,16 +188,33 @@ class Models:
             max(reply.seconds for reply in replies), choice.reason,
         )  # fmt: skip
 
-    def _add_blocks(self, memory: SharedBlock, request: Load, target: ModelState) -> None:
-        """Put a model's weights behind what else is sent, for ranks that cannot map them."""
-        nbytes = sum(block.size for block in target.blocks)
-        if self._pool.hosts:
-            log.warning("%s: %.1f GB of weights go over the network to %s", target.name, nbytes / 1e9, ", ".join(self._pool.hosts))
-        end = request.memory_nbytes
-        for block in target.blocks:
-            begin, end = end, end + block.size
-            pages = mmap.mmap(block.fd, block.size, access=mmap.ACCESS_READ)
-            memory.view(end)[begin:].copy_(torch.frombuffer(pages, dtype=torch.uint8))
+    def _sent(self, target: ModelState, cancelled: Callable[[], bool]) -> tuple[Region, ...]:
+        """Return the parts of a model that are sent to ranks which cannot map them: all that some other computer does not have in
+        its own files."""
+        if not self._pool.hosts:
+            return tuple(target.regions)
+        copies = target.copies()
+        replies = self._pool.request(Locate(copies=copies), cancelled=cancelled) if copies else []
+        there = set(range(len(copies))).intersection(*(replies[rank].found for rank in self._pool.apart if replies))
+        located = {copies[index].region for index in there}
+        sent = tuple(region for region in target.regions if region not in located)
+        nbytes, total = (sum(nbytes for _, _, nbytes in regions) for regions in (sent, target.regions))
+        log.log(
+            logging.WARNING if nbytes > MUCH else logging.INFO,
+            "%s: %.2g of %.2g GB of weights go over the network to %s, and the rest is in files there",
+            target.name, nbytes / 1e9, total / 1e9, ", ".join(self._pool.hosts),
+        )  # fmt: skip
+        return sent
+
+    @staticmethod
+    def _add(memory: SharedBlock, request: Load, target: ModelState) -> None:
+        """Put parts of a model behind what else is sent."""
+        blocks = [torch.frombuffer(system.file_pages(block.fd), dtype=torch.uint8) for block in target.blocks]
+        sizes = (round_up(nbytes, ALIGNMENT) for _, _, nbytes in request.sent)
+        ends = [*itertools.accumulate(sizes, initial=request.memory_nbytes)]
+        whole = memory.view(ends[-1])
+        for begin, (block, offset, nbytes) in zip(ends, request.sent, strict=False):
+            whole[begin : begin + nbytes].copy_(blocks[block][offset : offset + nbytes])
 
     def _common_formats(self, cancelled: Callable[[], bool]) -> tuple[str, ...]:
         """Return the quantised formats that the devices of all ranks multiply in. Ranks know: this process may not see all

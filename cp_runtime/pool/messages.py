@@ -6,7 +6,7 @@ which are checked one by one. A value with tensors in it is a `Tree` (see `proto
 
 | Sent by | Messages |
 |---|---|
-| the controller, to every rank | `Request`: `Import`, `Connect`, `Probe`, `Measure`; `Echo`, `Load`, `Call`, `AttachNetwork`, `Drop`, `MakeRoom`, `Available`; `Shutdown` |
+| the controller, to every rank | `Request`: `Import`, `Connect`, `Probe`, `Measure`; `Echo`, `Locate`, `Load`, `Call`, `AttachNetwork`, `Drop`, `MakeRoom`, `Available`; `Shutdown` |
 | the controller, out of turn, to every rank | `Cancel`, and when all have answered `Leave` |
 | every rank, once per command | `Report`: what its request names, or `Cancelled`, or `Failure` |
 | every rank, out of turn | `Beat`; `Arrived`, the answer to `Cancel` |
@@ -118,6 +118,13 @@ class Value(Report):
 
     value: Tree = None
     nbytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Located(Report):
+    """What of `Locate` is there as well."""
+
+    found: tuple[int, ...]  # numbers of copies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,6 +326,29 @@ class Block:
     is_file: bool
 
 
+Region = tuple[int, int, int]
+"""Part of a model's memory: the number of a block, where it begins there, and its bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copy:
+    """A part of a model's memory that is in a file as well."""
+
+    region: Region
+    folder: str  # kind of model folder
+    name: str  # of the file in such a folder
+    offset: int  # in the file
+    digest: str  # BLAKE3 of its bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Locate(Request[Located]):
+    """Look for parts of the next model that is loaded in this computer's own files."""
+
+    report: ClassVar[type[Any]] = Located
+    copies: tuple[Copy, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Load(Request[Loaded]):
     """Hold a model with these weight patches."""
@@ -337,7 +367,8 @@ class Load(Request[Loaded]):
     roots: tuple[str, ...] = ()  # classes and functions that compute with it, besides its own: by name
     packs: tuple[str, ...] = ()  # paths of node packs to import first
     memory: tuple[int, int] = (0, 0)  # where network and patches lie, for ranks that map it: see `Block`
-    memory_nbytes: int = 0  # of these; behind them come the blocks, for ranks that cannot map any
+    memory_nbytes: int = 0  # of these; behind them comes what is sent
+    sent: tuple[Region, ...] = ()  # of the blocks, to ranks that cannot map any, and have not located it
     travelled: bool = False  # they go through a pipe: all their bytes are compared, and not samples
 
 
@@ -408,9 +439,9 @@ class Available(Request[Room]):
 KINDS: dict[str, type[Message]] = {
     kind.__name__: kind
     for kind in (
-        Import, Connect, Probe, Compare, Measure, Shutdown, Cancel, Arrived, Leave, Beat, Echo, Load, Call, AttachNetwork, Describe,
-        Drop, MakeRoom, Available,
-        Done, Cancelled, Failure, Imported, Connected, Compared, Ready, Value, Loaded, Described, Room, CallReport,
+        Import, Connect, Probe, Compare, Measure, Shutdown, Cancel, Arrived, Leave, Beat, Echo, Locate, Load, Call, AttachNetwork,
+        Describe, Drop, MakeRoom, Available,
+        Done, Cancelled, Failure, Imported, Connected, Compared, Ready, Value, Located, Loaded, Described, Room, CallReport,
     )
 }  # fmt: skip
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import itertools
 import json
 import logging
 import mmap
@@ -277,13 +276,11 @@ class Worker:
             return block.clone() if self._handed is not None and not self._feeds else block  # the next message comes there
         return torch.frombuffer(self._map(memory, own=True), dtype=torch.uint8)
 
-    def buffers(self, blocks: Sequence[Block], kept: Tensor, start: int) -> list[Any]:
-        """Return the memory of blocks: as this rank maps it, or from where it came, `start` bytes behind the beginning of what the
-        controller left."""
-        if self._blocks is not None:
-            return [self._map(block.address, own=block.is_file or self.device.type == "cpu") for block in blocks]
-        ends = [*itertools.accumulate((block.nbytes for block in blocks), initial=start)]
-        return [kept[begin:end].numpy().data for begin, end in itertools.pairwise(ends)]
+    def mapped(self, blocks: Sequence[Block]) -> list[mmap.mmap] | None:
+        """Map blocks; None = this rank cannot."""
+        if self._blocks is None:
+            return None
+        return [self._map(block.address, own=block.is_file or self.device.type == "cpu") for block in blocks]
 
     def _map(self, memory: tuple[int, int], *, own: bool) -> mmap.mmap:
         """Map memory of the controller. Raises ProtocolError: there is no such memory.

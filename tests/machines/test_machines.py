@@ -84,9 +84,24 @@ def test_no_model_file_is_needed_there(weights, two):
     try:
         two.server.free_first()
         assert_close(two.server.sample(prompt(), timeout=120), expected)
-        assert re.search(r"flux\.safetensors: 0\.\d GB of weights go over the network to pc2", two.server.log_text())
+        assert re.search(r"flux\.safetensors: (0\.\d+) of \1 GB of weights go over the network to pc2", two.server.log_text())
     finally:
         folder.with_suffix(".away").rename(folder)
+
+
+@pytest.mark.parametrize("weights", ["whole", "sharded"])
+def test_weights_of_files_that_are_there_do_not_cross(weights, two):
+    prompt = partial(flux_prompt, ckpt=WIDE, width=64, height=64, steps=1)
+    size = (two.host.models / "diffusion_models" / f"{WIDE}.safetensors").stat().st_size
+    expected = two.server.sample(prompt(), timeout=120)
+    two.server.sample(flux(TWO)(), timeout=120)  # the ranks are there
+    two.server.free_first()
+    before = two.sent()
+    found = two.server.sample(prompt(cp={"devices": TWO, "ranks_per_call": "all", "weights": weights}), timeout=120)
+    share = (two.sent() - before) / size
+    note(f"a model of {size / 1e6:.0f} MB, {weights}", "bytes over the network, over those of the file", 0.1, share)
+    assert_close(found, expected)
+    assert share < (0.1 if weights == "whole" else 2)
 
 
 def flux(devices, cfg=1.0, **cp):

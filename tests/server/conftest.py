@@ -7,20 +7,21 @@ from typing import Any
 
 import pytest
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from support import families
 from support.faults import Faults
 from support.server import ComfyServer
 from support.ssh import put_ssh
 
 PREVIEWS = ("--preview-method", "latent2rgb")
+OTHER_WEIGHT = "double_blocks.0.img_attn.qkv.weight"
 INSIDE = "model.diffusion_model.conditioner."
 
 
 @pytest.fixture(scope="session")
-def pool_server(comfyui_path: Path, checkpoints_dir: Path, faults: Faults) -> Iterator[ComfyServer]:
-    """A server whose workers are killed, stopped and restarted, and which sends previews."""
-    with ComfyServer(comfyui_path, models=checkpoints_dir, args=PREVIEWS, env=faults.environment) as running:
+def pool_server(comfyui_path: Path, checkpoints_dir: Path, faults: Faults, hosts: dict[str, str]) -> Iterator[ComfyServer]:
+    """A server whose workers are killed, stopped and restarted, which sends previews, and finds hosts."""
+    with ComfyServer(comfyui_path, models=checkpoints_dir, args=PREVIEWS, env=faults.environment | hosts) as running:
         yield running
 
 
@@ -31,9 +32,21 @@ def ssh(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def off_server(comfyui_path: Path, checkpoints_dir: Path, ssh: Path) -> Iterator[ComfyServer]:
-    """A server whose workers never start, with a stand-in for ssh."""
-    with ComfyServer(comfyui_path, models=checkpoints_dir, env=put_ssh(ssh)) as running:
+def hosts(comfyui_path: Path, checkpoints_dir: Path, ssh: Path) -> dict[str, str]:
+    """Variables of a server that finds the stand-in for ssh. The host "filled" has a file of flux.safetensors' name, in which one
+    weight is another one."""
+    models = ssh / "models"
+    (models / "diffusion_models").mkdir(parents=True)
+    weights = load_file(checkpoints_dir / "diffusion_models" / "flux.safetensors")
+    weights[OTHER_WEIGHT] += 1
+    save_file(weights, models / "diffusion_models" / "flux.safetensors")
+    return put_ssh(ssh, comfyui_path, models)
+
+
+@pytest.fixture(scope="session")
+def off_server(comfyui_path: Path, checkpoints_dir: Path, hosts: dict[str, str]) -> Iterator[ComfyServer]:
+    """A server whose workers never start."""
+    with ComfyServer(comfyui_path, models=checkpoints_dir, env=hosts) as running:
         yield running
         assert running.worker_pids() == []
 

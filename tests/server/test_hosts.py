@@ -7,6 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from support.faults import SLACK, wait_for
+from support.graphs import flux_prompt
+from support.latents import assert_close
 from support.processes import descendants
 from support.ssh import started
 
@@ -34,6 +36,21 @@ def test_a_computer_is_looked_at_once_without_ranks_while_the_server_goes_on(off
     assert started(ssh).count("gpubox") == 1
     assert off_server.worker_pids() == []
     wait_for(lambda: {process.pid for process in descendants(off_server.pid)} <= before, 10)
+
+
+WEIGHTS = {"gpubox": (1.0, 1.0), "filled": (0.001, 0.2)}  # least and most of a model's bytes that are sent
+
+
+@pytest.mark.parametrize("host", WEIGHTS)
+def test_weights_that_are_in_files_there_are_not_sent(pool_server, host):
+    """Each is compared by its content: a file of the same name may have others."""
+    expected = pool_server.sample_once(flux_prompt())
+    prompt = flux_prompt(cp={"devices": f"cpu,{host}/cpu", "ranks_per_call": "all"})
+    assert_close(pool_server.sample(prompt, timeout=120), expected)
+    words = rf"flux\.safetensors: (\S+) of (\S+) GB of weights go over the network to {host}, "
+    sent, of = map(float, re.findall(words, pool_server.log_text())[-1])
+    least, most = WEIGHTS[host]
+    assert least <= sent / of <= most
 
 
 WRONG = {

@@ -1,12 +1,13 @@
 """A stand-in for ssh, where no sshd may run: it starts on this computer what it is to start on another one.
 
-Hosts are gpubox; older, with another ComfyUI; bare, without Python; nowhere, which no name leads to; and asleep.
+Hosts are gpubox; filled, with models; older, with another ComfyUI; bare, without Python; nowhere, which no name leads to; asleep.
 """
 
 import os
 import sys
 from pathlib import Path
 
+from .other_comfyui import make_comfyui
 from .package import ROOT
 
 PROGRAM = """#!/bin/sh
@@ -23,8 +24,9 @@ SSH_CONNECTION="127.0.0.1 1 127.0.0.1 22" exec sh -c "$2"
 """
 
 
-def put_ssh(folder: Path) -> dict[str, str]:
-    """Make the stand-in in a folder. Returns variables of a process that is to find it; `started` there names the hosts."""
+def put_ssh(folder: Path, comfyui: Path | None = None, models: Path | None = None) -> dict[str, str]:
+    """Make the stand-in in a folder. Returns variables of a process that is to find it; `started` there names the hosts.
+    `comfyui`, `models`: of "filled"."""
     other = folder / "comfyui"
     (other / "custom_nodes").mkdir(parents=True)
     (other / "comfyui_version.py").write_text('__version__ = "0.0.1"\n')
@@ -35,6 +37,9 @@ def put_ssh(folder: Path) -> dict[str, str]:
     program.write_text(PROGRAM.format(folder=folder))
     program.chmod(0o755)
     places = {"CP_HOST_older": f"{sys.executable}:{other}", "CP_HOST_bare": f"/no/python:{other}"}
+    if comfyui is not None:
+        make_comfyui(folder / "filled", comfyui, models)
+        places["CP_HOST_filled"] = f"{sys.executable}:{folder / 'filled'}"
     return {"PATH": f"{program.parent}:{os.environ['PATH']}", **places}
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from .faults import Faults
-from .package import ROOT
+from .other_comfyui import make_comfyui
 from .processes import descendants, kill_all
 
 SSHD, PORT = "/usr/sbin/sshd", 2222
@@ -32,7 +32,8 @@ class Host:
     ) -> None:
         self.folder, self.name, self.address, self._prefix = folder, name, address, list(prefix)
         self.comfyui = folder / "comfyui"
-        self._make_comfyui(comfyui, models)
+        self.models = shutil.copytree(models, folder / "models")
+        self.pack = make_comfyui(self.comfyui, comfyui, self.models)
         for key in ("host", "user"):
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key)], check=True)
         key_of_host = " ".join((folder / "host.pub").read_text().split()[:2])
@@ -51,18 +52,6 @@ class Host:
         program.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {folder}/ssh "$@"\n')
         program.chmod(0o755)
         self.start()
-
-    def _make_comfyui(self, comfyui: Path, models: Path) -> None:
-        (self.comfyui / "custom_nodes").mkdir(parents=True)
-        for each in comfyui.iterdir():
-            if each.name not in ("models", "custom_nodes", "extra_model_paths.yaml"):
-                (self.comfyui / each.name).symlink_to(each)
-        self.pack = self.comfyui / "custom_nodes" / "comfyui-context-parallel"
-        self.pack.symlink_to(ROOT, target_is_directory=True)
-        self.models = self.folder / "models"
-        shutil.copytree(models, self.models)
-        kinds = "".join(f"  {kind.name}: {kind.name}\n" for kind in self.models.iterdir() if kind.is_dir())
-        (self.comfyui / "extra_model_paths.yaml").write_text(f"there:\n  base_path: {self.models}\n{kinds}")
 
     @property
     def environment(self) -> dict[str, str]:

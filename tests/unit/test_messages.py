@@ -36,8 +36,11 @@ MESSAGES = [
     messages.Available(),
     messages.Echo(value=TREE, drop=("c1",)),
     messages.Echo(value=None, drop=None),
+    messages.Locate(copies=(messages.Copy(region=(0, 64, 4096), folder="checkpoints", name="a/b", offset=8, digest="d"),)),
+    messages.Located(found=(0, 2)),
     messages.Load(key="k", name="flux", network=TREE, blocks=(messages.Block(address=(7, 3), nbytes=4096, is_file=True),),
-                  patches=[], patches_uuid="u", placement="sharded", device_bytes=7, memory=(1, 3), memory_nbytes=8192),
+                  patches=[], patches_uuid="u", placement="sharded", device_bytes=7, memory=(1, 3), memory_nbytes=8192,
+                  sent=((0, 64, 4096),)),
     messages.Call(
         key="k", method="forward", sequence=SequenceSettings(ring_degree=2), ranks=2, batch_degree=0,
         leading=("x", "timestep"), in_place=("control",),

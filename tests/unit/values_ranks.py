@@ -1,7 +1,5 @@
 """Rank script, one process: a model by value over its life, where its weights are, and what a rank makes of it."""
 
-import mmap
-
 import torch
 from comfy.model_patcher import ModelPatcher
 from safetensors.torch import save_file
@@ -10,10 +8,12 @@ from torch import nn
 
 _, _, (folder,) = start()
 from cp_runtime import map_weights  # noqa: E402
+from cp_runtime.comfy.rank.files import Buffer, Memory  # noqa: E402
 from cp_runtime.comfy.rank.objects import read_model  # noqa: E402
 from cp_runtime.comfy.shared.values import packed  # noqa: E402
 from cp_runtime.comfy.ui.values import value_of  # noqa: E402
 from cp_runtime.errors import MirrorError  # noqa: E402
+from cp_runtime.system import system  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -45,8 +45,8 @@ def places(value):
 
 def rank_of(value):
     """What a rank reads. Its pages are its own."""
-    blocks = [mmap.mmap(block.fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE) for block in value.blocks]
-    return read_model(packed(value.data, value.places), blocks, CPU).network
+    blocks = [Buffer(system.private_pages(block.fd), block.is_file) for block in value.blocks]
+    return read_model(packed(value.data, value.places), Memory(blocks, {}), CPU).network
 
 
 def same(network, model):

@@ -38,6 +38,7 @@ from ..shared.formats import formats_of
 from ..shared.patches import decode_weight_patches
 from ..shared.weights import weight_patches_digest
 from .batch import CallPart, Given, part_of, take_items
+from .files import OwnFiles
 from .forward import run_sharded, run_staged, why_not_recorded
 from .memory import (
     LoadProgress,
@@ -70,13 +71,14 @@ class Mirrors:
     def __init__(self, device: torch.device, progress: LoadProgress) -> None:
         self.device, self.progress = device, progress
         self.entries: dict[str, Mirror] = {}
+        self.files = OwnFiles()
 
-    def load(self, request: Load, block: Tensor, buffers: Callable[[], list[Any]], mesh: BatchMesh) -> Loaded:
+    def load(self, request: Load, block: Tensor, mapped: Callable[[], list[mmap] | None], mesh: BatchMesh) -> Loaded:
         """Take a request's model if it is new, and its patches. The next call moves both.
 
         Args:
             block: network and patches; their tensors stay there.
-            buffers: maps the memory of the weights.
+            mapped: maps the memory of the weights; None = this rank cannot.
         """
         began = time.perf_counter()
         import_packs(request.packs)
@@ -86,14 +88,13 @@ class Mirrors:
         mirror = self.entries.get(key)
         if mirror is None:
             log.info("loading %s", request.name)
-            mapped = buffers()
+            memory = self.files.memory(request, block, mapped())
             value = read_tensor(block, request.network).numpy().tobytes()
-            network, kind, settings, facts, classes = read_model(value, mapped, self.device)
+            network, kind, settings, facts, classes = read_model(value, memory, self.device)
             patcher = patcher_over(network, kind, settings, facts, self.device)
             ranks = None if placement == WHOLE else mesh.sequence().weights
-            # What came in a message is this process's own.
-            shown = [(range_of(each), of) for each, of in zip(mapped, request.blocks, strict=True) if isinstance(each, mmap)]
-            pages = Pages([each for each, _ in shown], [each for each, of in shown if not of.is_file])
+            shown = [(range_of(each), is_file) for each, is_file in memory.buffers if is_file is not None]
+            pages = Pages([each for each, _ in shown], [each for each, is_file in shown if not is_file])
             if placement == STAGED:
                 stage, plan = mesh.stage(request.stages), plan_for(network)
                 StagedWeightsPatcher.stage(patcher, pages, facts, plan, stage, mesh.stage_shares(request.stages), self.progress)

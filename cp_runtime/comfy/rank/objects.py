@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ..shared.made import MAKERS, new_module, own_device
-from ..shared.values import Facts, Place, extent
+from ..shared.values import Facts, Place
+from .files import Memory
 
 
 class Read(NamedTuple):
@@ -66,23 +67,24 @@ class Model(NamedTuple):
     classes: frozenset[type]
 
 
-def read_model(value: bytes, blocks: Sequence[Any], device: torch.device) -> Model:
+def read_model(value: bytes, memory: Memory, device: torch.device) -> Model:
     """Read what `shared.values.packed` has packed.
 
     Args:
-        blocks: buffers of the memory that the places are in.
+        memory: that the places are in.
         device: for tensors that were on a device in the parent.
     """
     head, _, data = value.partition(b"\n")
     places = [Place(*given) for given in json.loads(head)]
-    (network, kind, settings, facts), classes = read(data, [_tensor(blocks, place, device) for place in places], device)
+    (network, kind, settings, facts), classes = read(data, [_tensor(memory, place, device) for place in places], device)
     return Model(network, kind, settings, Facts(*facts), classes)
 
 
-def _tensor(blocks: Sequence[Any], place: Place, device: torch.device) -> Tensor:
+def _tensor(memory: Memory, place: Place, device: torch.device) -> Tensor:
     dtype: torch.dtype = getattr(torch, place.dtype)
-    if count := extent(place.shape, place.stride):
-        numbers = torch.frombuffer(blocks[place.block], dtype=torch.uint8, count=count * dtype.itemsize, offset=place.offset)
+    if place.nbytes:
+        buffer, offset = memory.at(place.start)
+        numbers = torch.frombuffer(buffer, dtype=torch.uint8, count=place.nbytes, offset=offset)
         made = numbers.view(dtype).as_strided(place.shape, place.stride)
     else:
         made = torch.empty(place.shape, dtype=dtype)

@@ -14,7 +14,7 @@ from ...comfyui import forbid_recording
 from ...compat import on_compilation
 from ...engine.cost import DegreePlanner
 from ...engine.ranks.profiling import CallTraces
-from ...pool.messages import AttachNetwork, Available, Call, CallReport, Describe, Drop, Load, Loaded, MakeRoom, Request
+from ...pool.messages import AttachNetwork, Available, Call, CallReport, Describe, Drop, Load, Loaded, Locate, MakeRoom, Request
 from ...pool.worker import Handler, Worker
 from ..shared.vae import VAE_METHODS
 
@@ -47,6 +47,7 @@ class ModelService:
     def handlers(self) -> Mapping[type[Request[Any]], Handler]:
         mirrors = self._mirrors
         return {
+            Locate: lambda request, _: mirrors.files.locate(request),
             Load: self._load,
             AttachNetwork: mirrors.attach_network,
             Describe: lambda request, _: mirrors.describe(request),
@@ -58,8 +59,7 @@ class ModelService:
 
     def _load(self, request: Load, block: Tensor) -> Loaded:
         kept = self._worker.keep(request.memory, block)
-        buffers = partial(self._worker.buffers, request.blocks, kept, request.memory_nbytes)
-        return self._mirrors.load(request, kept, buffers, self._worker.mesh)
+        return self._mirrors.load(request, kept, partial(self._worker.mapped, request.blocks), self._worker.mesh)
 
     def _drop(self, request: Drop, _: Tensor) -> None:
         self._worker.cache.clear()

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ...pool.blocks import SharedBlock
+from ...pool.messages import Region
 from .weights import is_dynamic
 
 
@@ -29,6 +30,15 @@ class Place(NamedTuple):
     stride: tuple[int, ...]
     device: str
 
+    @property
+    def start(self) -> tuple[int, int]:
+        return self.block, self.offset
+
+    @property
+    def nbytes(self) -> int:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return extent(self.shape, self.stride) * dtype.itemsize
+
 
 class Value(NamedTuple):
     """A model by value.
@@ -47,6 +57,14 @@ class Value(NamedTuple):
     blocks: tuple[SharedBlock, ...]
     names: frozenset[str]
     classes: frozenset[type]
+
+    @property
+    def regions(self) -> list[Region]:
+        """The memory of its tensors, each once."""
+        found: dict[tuple[int, int], int] = {}
+        for place in self.places:
+            found[place.start] = max(found.get(place.start, 0), place.nbytes)
+        return [(block, offset, nbytes) for (block, offset), nbytes in found.items() if nbytes]
 
 
 class Facts(NamedTuple):

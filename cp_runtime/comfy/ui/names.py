@@ -17,10 +17,15 @@ from .values import value_of
 
 def name_of(patcher: Any) -> str:
     """Return the name of a model's file, as ComfyUI's loaders show it; of its class, where it is not from a file that is known."""
+    path = next(iter(files_of(patcher)), None)
+    return type(network_of(patcher.model)).__name__ if path is None else in_folder(path)[1]
+
+
+def files_of(patcher: Any) -> list[str]:
+    """Return the paths of a model's files, as far as they are known."""
     init = patcher.cached_patcher_init
     given = [each for each in (init[1] if init else ()) if isinstance(each, str) and os.path.isabs(each)]
-    path = next((each for each in (*given, *value_of(patcher.model).files) if os.path.isfile(each)), None)
-    return type(network_of(patcher.model)).__name__ if path is None else _in_folder(path)
+    return [each for each in dict.fromkeys((*given, *value_of(patcher.model).files)) if os.path.isfile(each)]
 
 
 def kind_of(patcher: Any) -> str:
@@ -39,12 +44,12 @@ def _plain(value: Any) -> Any:
     return [_plain(each) for each in value] if isinstance(value, (list, tuple)) else type_name(value)
 
 
-def _in_folder(path: str) -> str:
-    """Return the name of a file in the innermost model folder around it."""
+def in_folder(path: str) -> tuple[str, str]:
+    """Return the kind of the innermost model folder around a file, and its name there; outside of all, no kind."""
     found = [
-        os.path.relpath(path, folder)
-        for folders in model_folders().values()
+        (kind, os.path.relpath(path, folder))
+        for kind, folders in model_folders().items()
         for folder in folders
         if path.startswith(os.path.join(os.path.abspath(folder), ""))
     ]
-    return min(found, key=len, default=os.path.basename(path))
+    return min(found, key=lambda each: len(each[1]), default=("", os.path.basename(path)))

@@ -32,6 +32,7 @@ from ...pool.config import RuntimeConfig
 from ..shared.patches import applied_patches, changes_shape, encode_weight_patches
 from ..shared.values import Value
 from ..shared.weights import PREFIX, is_dynamic
+from .copies import copies_of
 from .fingerprints import OF_MODEL, ModelFingerprint
 from .interception import OnOneDevice, intercept, release
 from .names import kind_of, name_of
@@ -299,7 +300,8 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
             CONTROLLER.own(value.key, self.model, notes.key)
             notes.key, notes.name, notes.kind = value.key, name_of(self), kind_of(self)
         fingerprint = ModelFingerprint(self, value.classes, value.names)
-        return Target(self, value, notes.name, notes.kind, self.cp_run.call_memory, encode_weight_patches, fingerprint)
+        memory, copies = self.cp_run.call_memory, partial(copies_of, self, value)
+        return Target(self, value, notes.name, notes.kind, memory, encode_weight_patches, fingerprint, copies)
 
     def look_again(self) -> None:
         """Find out what a node has changed in the model since its run began: the ranks get it with the next call."""

@@ -15,7 +15,7 @@ from ...engine.weights.blocks import sizes_of
 from ...errors import MirrorError
 from ...families import most_stages
 from ...pool.blocks import SharedBlock
-from ...pool.messages import Block, Describe, Described, Load, Loaded
+from ...pool.messages import Block, Copy, Describe, Described, Load, Loaded, Region
 from ...pool.protocol import TensorPacker, flatten
 from ..shared.values import Value, packed
 from ..shared.weights import model_dtype, network_of, weight_patches_digest
@@ -48,6 +48,7 @@ class Target:
         call_memory: bytes that ComfyUI expects a call to take on one device.
         encode: makes plain data and tensors of weight patches. Raises MirrorError if one cannot be sent.
         fingerprint: of its code.
+        copies: see `ModelState`.
     """
 
     patcher: Any
@@ -57,6 +58,7 @@ class Target:
     call_memory: float
     encode: Callable[[Any], list[Any]]
     fingerprint: Fingerprint
+    copies: Callable[[], tuple[Copy, ...]] = tuple
 
     @property
     def key(self) -> str:
@@ -65,6 +67,10 @@ class Target:
     @property
     def blocks(self) -> tuple[SharedBlock, ...]:
         return self.value.blocks
+
+    @property
+    def regions(self) -> Sequence[Region]:
+        return self.value.regions
 
     @property
     def patches_uuid(self) -> str:

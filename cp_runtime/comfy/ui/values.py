@@ -142,9 +142,9 @@ class ModelValue:
         self._samples: tuple[str, ...] = ()
 
     @property
-    def files(self) -> list[str]:
-        """Paths of the files with some of its weights."""
-        return list(self._files)
+    def files(self) -> dict[str, int]:
+        """The files with some of its weights, by path, and the numbers of their blocks."""
+        return dict(self._files)
 
     def check(self, patcher: Any) -> None:
         """Raise MirrorError if something in the model of a patcher cannot be sent."""

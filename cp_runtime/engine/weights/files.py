@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,31 @@ def mapped_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dic
         OSError, safetensors.SafetensorError: the file cannot be read, or has another format.
         ValueError: it holds a dtype that this torch does not have.
     """
+    header, metadata = _header(path)
+    with open(path, "rb") as file:
+        pages = system.file_pages(file.fileno())
+    found = {}
+    for name, entry in header.items():
+        dtype = getattr(torch, _DTYPES.get(entry["dtype"], ""), None)
+        if dtype is None:
+            raise ValueError(f"{name} has dtype {entry['dtype']}, which torch {torch.__version__} does not have")
+        begin, end = entry["data_offsets"]
+        if begin == end:
+            found[name] = torch.empty(entry["shape"], dtype=dtype)
+        else:
+            raw = torch.frombuffer(pages, dtype=torch.uint8, count=end - begin, offset=begin)
+            found[name] = raw.view(dtype).view(entry["shape"])
+    return found, metadata
+
+
+def tensor_ranges(path: str | os.PathLike[str]) -> list[tuple[int, int]]:
+    """Return where the tensors of a file begin, and their bytes. Raises OSError or SafetensorError as `mapped_tensors` does."""
+    header, _ = _header(path)
+    return [(begin, end - begin) for begin, end in (entry["data_offsets"] for entry in header.values())]
+
+
+def _header(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, str] | None]:
+    """Return the entries of tensors by name, their offsets counted from the beginning of the file, and the metadata."""
     from safetensors import safe_open  # a part of diffusers and of ComfyUI; only this function needs it
 
     with safe_open(path, framework="numpy") as checked:  # checks that the header matches the file
@@ -35,17 +61,7 @@ def mapped_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dic
     with open(path, "rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(length))
-        pages = system.file_pages(file.fileno())
-    found = {}
-    for name, entry in header.items():
-        if name != "__metadata__":
-            dtype = getattr(torch, _DTYPES.get(entry["dtype"], ""), None)
-            if dtype is None:
-                raise ValueError(f"{name} has dtype {entry['dtype']}, which torch {torch.__version__} does not have")
-            begin, end = entry["data_offsets"]
-            if begin == end:
-                found[name] = torch.empty(entry["shape"], dtype=dtype)
-            else:
-                raw = torch.frombuffer(pages, dtype=torch.uint8, count=end - begin, offset=8 + length + begin)
-                found[name] = raw.view(dtype).view(entry["shape"])
-    return found, metadata
+    header.pop("__metadata__", None)
+    for entry in header.values():
+        entry["data_offsets"] = [8 + length + offset for offset in entry["data_offsets"]]
+    return header, metadata

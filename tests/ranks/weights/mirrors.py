@@ -65,7 +65,7 @@ def sent(path, in_file=False, **dtypes):
 
 
 def mapped(block, device):
-    """Return a block of memory as a rank has it: see `pool.worker.Worker.buffers`."""
+    """Return a block of memory as a rank has it: see `pool.worker.Worker.mapped`."""
     own = block.is_file or device.type == "cpu"
     with open(system.foreign_fd(*block.address, writable=not own), "rb") as file:
         return system.private_pages(file.fileno()) if own else mmap.mmap(file.fileno(), 0)

@@ -1,0 +1,124 @@
+"""Memory of a model's weights on this rank: mapped, sent, or of files of models that this computer has, too."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from mmap import mmap
+from typing import Any, NamedTuple
+
+import folder_paths
+import torch
+from comfy.cli_args import args
+from torch import Tensor
+
+from ...engine.weights.packing import round_up
+from ...pool.messages import Copy, Load, Locate, Located
+from ...pool.protocol import ALIGNMENT
+from ...system import system
+from ..shared.contents import content
+
+
+class Buffer(NamedTuple):
+    """Bytes.
+
+    Args:
+        memory: with Python's buffer protocol.
+        is_file: pages of a file; False = of ComfyUI's process, which has them mapped as well; None = they came in a message, and
+            are this process's own.
+    """
+
+    memory: Any
+    is_file: bool | None
+
+
+class Memory(NamedTuple):
+    """Memory of a model.
+
+    Args:
+        buffers: with its weights.
+        moved: where a block's part is, as number of the buffer and offset, where that is not the block's own number.
+    """
+
+    buffers: Sequence[Buffer]
+    moved: Mapping[tuple[int, int], tuple[int, int]]
+
+    def at(self, start: tuple[int, int]) -> tuple[Any, int]:
+        """Return the buffer in which a part of a block is, and its offset there."""
+        index, offset = self.moved.get(start, start)
+        return self.buffers[index].memory, offset
+
+
+class OwnFiles:
+    """Parts of the next model that are in this computer's own files."""
+
+    def __init__(self) -> None:
+        self._pages: list[mmap] = []
+        self._places: dict[tuple[int, int], tuple[int, int]] = {}  # of a part, by its place in ComfyUI's process
+
+    def locate(self, request: Locate) -> Located:
+        """Look which copies are here, with the same content."""
+        numbers: dict[str, int] = {}
+        self._pages, self._places = [], {}
+        found = []
+        for index, copy in enumerate(request.copies):
+            block, offset, nbytes = copy.region
+            for path in _paths(copy):
+                if path not in numbers and (pages := _pages_of(path)) is not None:
+                    numbers[path] = len(self._pages)
+                    self._pages.append(pages)
+                if path in numbers and _has(self._pages[numbers[path]], copy, nbytes):
+                    self._places[block, offset] = numbers[path], copy.offset
+                    found.append(index)
+                    break
+        return Located(found=tuple(found))
+
+    def memory(self, request: Load, kept: Tensor, mapped: Sequence[mmap] | None) -> Memory:
+        """Return the memory of a model that is loaded now.
+
+        Args:
+            kept: what has come with the request.
+            mapped: the blocks; None = they cannot be mapped.
+        """
+        pages, places = self._pages, self._places
+        self._pages, self._places = [], {}
+        if mapped is not None:
+            return Memory([Buffer(each, of.is_file) for each, of in zip(mapped, request.blocks, strict=True)], {})
+        moved = {start: (1 + number, offset) for start, (number, offset) in places.items()}
+        end = request.memory_nbytes
+        for block, offset, nbytes in request.sent:
+            moved[block, offset] = 0, end
+            end += round_up(nbytes, ALIGNMENT)
+        return Memory([Buffer(kept.numpy().data, None), *(Buffer(each, True) for each in pages)], moved)
+
+
+def _paths(copy: Copy) -> list[str]:
+    inside = [(folder, os.path.join(folder, *copy.name.split("/"))) for folder in _model_folders().get(copy.folder, ())]
+    return [path for folder, path in inside if os.path.abspath(path).startswith(os.path.join(folder, ""))]
+
+
+def _pages_of(path: str) -> mmap | None:
+    try:
+        with open(path, "rb") as file:
+            return system.file_pages(file.fileno())
+    except (OSError, ValueError):  # there is none, or nothing in it
+        return None
+
+
+def _has(pages: mmap, copy: Copy, nbytes: int) -> bool:
+    if copy.offset + nbytes > len(pages):
+        return False
+    return content(torch.frombuffer(pages, dtype=torch.uint8, count=nbytes, offset=copy.offset)) == copy.digest
+
+
+@cache
+def _model_folders() -> dict[str, list[str]]:
+    """Return this ComfyUI's folders by the kind of model in them, as `main.py` has them."""
+    files = [os.path.join(os.path.dirname(os.path.abspath(folder_paths.__file__)), "extra_model_paths.yaml")]
+    files += [file for given in args.extra_model_paths_config or [] for file in given]
+    load: Callable[[str], None] = importlib.import_module("utils.extra_config").load_extra_path_config
+    for file in filter(os.path.isfile, files):
+        load(file)
+    return {kind: [os.path.abspath(each) for each in folders] for kind, (folders, _) in folder_paths.folder_names_and_paths.items()}
