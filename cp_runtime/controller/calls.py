@@ -88,7 +88,7 @@ class ModelState(Protocol):
         and both values, UnsupportedError where code in this process has changed it."""
 
 
-def _no_network(network: nn.Module) -> tuple[bytes, Sequence[Tensor]]:
+def _no_network(network: nn.Module) -> Sequence[Tensor]:
     raise ProtocolError(f"a call without patches has a network, {type(network).__name__}")
 
 
@@ -101,7 +101,7 @@ class ModelCall:
     leading: tuple[str, ...]  # names of the first arguments, the latent and the timestep, which change with every call
     device: torch.device  # of the result
     in_place: tuple[str, ...]  # arguments that ranks leave in the memory of the message: each copies only its part
-    encode_network: Callable[[nn.Module], tuple[bytes, Sequence[Tensor]]] = _no_network  # writes those of patches
+    encode_network: Callable[[nn.Module], Sequence[Tensor]] = _no_network  # writes those of patches
     mixes_batch: bool = False  # another node's patch needs all items of the batch
     all_tokens: bool = False  # its attention needs all tokens of a head at once
     networks: Mapping[str, nn.Module] = field(default_factory=dict)  # networks of patches in the arguments, by key

@@ -242,9 +242,8 @@ class Models:
         """Send the networks of a call's patches, each once."""
         for key in call.networks.keys() - self._networks.keys():
             packer = TensorPacker()
-            data, tensors = call.encode_network(call.networks[key])
-            sent = [packer.add(each, key) for each in (torch.frombuffer(bytearray(data), dtype=torch.uint8), *tensors)]
-            request = AttachNetwork(key=key, network=sent[0], tensors=tuple(sent[1:]))
+            leaves = tuple(packer.add(each, key) for each in call.encode_network(call.networks[key]))
+            request = AttachNetwork(key=key, leaves=leaves)
             try:
                 self._pool.request(request, packer, cancelled=cancelled)
             except BaseException:

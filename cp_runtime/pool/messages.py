@@ -358,7 +358,7 @@ class Load(Request[Loaded]):
     name: str  # for people
     network: Tree  # bytes of `comfy.shared.values.packed`
     blocks: tuple[Block, ...]  # memory that its weights are in
-    patches: Tree
+    patches: tuple[Tree, ...]  # `comfy.ui.objects.Written.leaves`
     patches_uuid: str
     placement: str = "whole"
     device_bytes: int = 0  # of weights that one rank keeps on its device
@@ -398,8 +398,7 @@ class AttachNetwork(Request[Done]):
     """Hold a network that patches of other nodes refer to by this key."""
 
     key: str
-    network: Tree  # bytes of `comfy.ui.objects.write`
-    tensors: tuple[Any, ...]  # its tensors
+    leaves: tuple[Tree, ...]  # `comfy.ui.objects.Written.leaves`
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,8 +28,7 @@ FORBIDDEN_METHODS = {
 }  # fmt: skip
 # Code by name, each with its reason.
 DYNAMIC_IMPORTS = {
-    ("cp_runtime/comfy/shared/modules.py", "find"): "on a rank, for its parent; or names in MIRRORED",
-    ("cp_runtime/comfy/shared/made.py", "take_module"): "on a rank, for its parent",
+    ("cp_runtime/comfy/shared/modules.py", "take_module"): "on a rank, for its parent; in ComfyUI's process what it has imported",
     ("cp_runtime/engine/attention/kernels.py", "installed"): "callers pass literals, or a name of SAGE_MODES",
     ("cp_runtime/families/__init__.py", ""): "the files of its own folder",
     ("cp_runtime/pool/rank_program.py", "import_by_name"): "a constant, or what the owner of the pool names",

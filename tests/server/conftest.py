@@ -10,7 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support import families
 from support.faults import Faults
-from support.server import ComfyServer
+from support.server import CUSTOM_NODES, WAN_NODES, ComfyServer
 from support.ssh import put_ssh
 
 PREVIEWS = ("--preview-method", "latent2rgb")
@@ -21,7 +21,8 @@ INSIDE = "model.diffusion_model.conditioner."
 @pytest.fixture(scope="session")
 def pool_server(comfyui_path: Path, checkpoints_dir: Path, faults: Faults, hosts: dict[str, str]) -> Iterator[ComfyServer]:
     """A server whose workers are killed, stopped and restarted, which sends previews, and finds hosts."""
-    with ComfyServer(comfyui_path, models=checkpoints_dir, args=PREVIEWS, env=faults.environment | hosts) as running:
+    nodes, env = CUSTOM_NODES | WAN_NODES, faults.environment | hosts
+    with ComfyServer(comfyui_path, models=checkpoints_dir, custom_nodes=nodes, args=PREVIEWS, env=env) as running:
         yield running
 
 

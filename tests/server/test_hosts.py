@@ -4,15 +4,18 @@ import json
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 from support.faults import SLACK, wait_for
-from support.graphs import flux_prompt
+from support.graphs import flux_prompt, wan_prompt
 from support.latents import assert_close
+from support.node_graphs import completed
 from support.processes import descendants
 from support.ssh import started
 
 HOSTS = "/context_parallel/hosts"
+ENHANCED = {"latent": ["latent", 0], "weight": 4.0}
 READY = {"host": "gpubox", "state": "ready", "reason": "", "devices": [{"name": "gpubox/cpu", "title": "", "memory": 0}]}
 
 
@@ -51,6 +54,15 @@ def test_weights_that_are_in_files_there_are_not_sent(pool_server, host):
     sent, of = map(float, re.findall(words, pool_server.log_text())[-1])
     least, most = WEIGHTS[host]
     assert least <= sent / of <= most
+
+
+def test_a_pack_in_another_folder_there(pool_server):
+    """Its patches go by value, and its code by name."""
+    nodes = [("WanChunkFeedForward", {"chunks": 2, "dim_threshold": 8}), ("WanVideoEnhanceAVideoKJ", ENHANCED)]
+    graph = partial(wan_prompt, width=72, height=56, model_nodes=nodes)
+    expected = pool_server.sample(completed(graph(), pool_server), node_id="save")
+    cp = {"devices": "cpu,filled/cpu", "ranks_per_call": "all"}
+    assert_close(pool_server.sample(completed(graph(cp=cp), pool_server), timeout=120, node_id="save"), expected)
 
 
 WRONG = {

@@ -109,6 +109,8 @@ MIRRORED = {
         "WanChunkFeedForward", {"chunks": 3, "dim_threshold": 8}, partial(WAN_72, cfg=4.0), matters=False
     ),
     "ApplyRifleXRoPE_WanVideo": NodeCase("ApplyRifleXRoPE_WanVideo", {"k": 2}, partial(WAN_72, cfg=4.0)),
+    "another field": NodeCase("TestOtherVersion", {"kind": "another field"}, wan_prompt, matters=False),
+    "another module": NodeCase("TestOtherVersion", {"kind": "another module"}, wan_prompt),
     "InfiniteTalk": NodeCase("TestMultiTalk", {"speakers": 1}, WAN_160, MULTI_TALK),
     "InfiniteTalk, two speakers": NodeCase("TestMultiTalk", {"speakers": 2}, WAN_160, MULTI_TALK),
 }
@@ -240,29 +242,14 @@ REFUSED = {
         NodeCase("TestPatch", {"kind": "attn1_output_patch"}),
         ["TestPatch patched the transformer (patches: attn1_output_patch)"],
     ),
-    "another field": (
-        NodeCase("TestOtherVersion", {"kind": "another field"}, wan_prompt),
-        [
-            "TestOtherVersion replaced diffusion_model.blocks.0.ffn.forward",
-            "holds int as overlap, and the workers know one with nothing",
-        ],
+    "another closure": (NodeCase("TestOtherVersion", {"kind": "another closure"}, wan_prompt), ["no code is sent to the workers"]),
+    "another place": (
+        NodeCase("TestOtherVersion", {"kind": "another place"}, wan_prompt),
+        ["TestOtherVersion replaced diffusion_model.blocks.0.cross_attn.forward", "not an object patch that the workers know"],
     ),
-    "another type": (
-        NodeCase("TestOtherVersion", {"kind": "another type"}, wan_prompt),
-        ["holds float as num_chunks, and the workers know one with int"],
-    ),
-    "another closure": (
-        NodeCase("TestOtherVersion", {"kind": "another closure"}, wan_prompt),
-        ["not the function of one object, for the module"],
-    ),
-    "another place": (NodeCase("TestOtherVersion", {"kind": "another place"}, wan_prompt), ["at blocks.0.cross_attn.forward"]),
-    "another module": (
-        NodeCase("TestOtherVersion", {"kind": "another module"}, wan_prompt),
-        ["not the function of one object, for the module"],
-    ),
-    "a frequency that there is not": (
-        NodeCase("ApplyRifleXRoPE_WanVideo", {"k": 50}, wan_prompt),
-        ["got k 50 and 3 frames; allowed: k of 1 to"],
+    "another helper": (
+        NodeCase("TestOtherVersion", {"kind": "another helper"}, wan_prompt),
+        ["another version of that pack, which does not call get_feta_scores"],
     ),
     "a forward for the time of a call": (NodeCase("TestPatch", {"kind": "for_a_call"}), ["a node replaced the forward of Flux"]),
     "the outer forward for the time of a call": (
@@ -313,15 +300,15 @@ def test_classes_of_a_patch_that_a_pack_changed(server):
 
 
 TITLES = {
-    "in front": ("WanVideoNAG", "another field", "My chunks (TestOtherVersion) replaced diffusion_model.blocks.0.ffn.forward"),
-    "twice": ("TestOtherVersion", "another field", "TestOtherVersion replaced diffusion_model.blocks.0.ffn.forward"),
+    "in front": ("WanVideoNAG", "My chunks (TestOtherVersion) replaced diffusion_model.blocks.0.cross_attn.forward"),
+    "twice": ("TestOtherVersion", "TestOtherVersion replaced diffusion_model.blocks.0.cross_attn.forward"),
 }
 
 
 @pytest.mark.parametrize("case", TITLES)
 def test_a_refusal_has_the_title_of_the_node_where_that_is_certain(case, server):
-    other, kind, words = TITLES[case]
-    nodes = [(other, GUIDANCE if other == "WanVideoNAG" else {"kind": kind}), ("TestOtherVersion", {"kind": kind})]
+    (other, words), kind = TITLES[case], {"kind": "another place"}
+    nodes = [(other, GUIDANCE if other == "WanVideoNAG" else kind), ("TestOtherVersion", kind)]
     prompt = completed(wan_prompt(cp={"world_size": 2}, after_apply=nodes, others=AWAY), server)
     for each in prompt.values():
         if each["class_type"] == "TestOtherVersion":

@@ -1,6 +1,7 @@
 """A stand-in for ssh, where no sshd may run: it starts on this computer what it is to start on another one.
 
-Hosts are gpubox; filled, with models; older, with another ComfyUI; bare, without Python; nowhere, which no name leads to; asleep.
+Hosts are gpubox; filled, with models and packs; older, with another ComfyUI; bare, without Python; nowhere, which no name leads
+to; asleep.
 """
 
 import os
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from .other_comfyui import make_comfyui
 from .package import ROOT
+from .server import WAN_NODES
 
 PROGRAM = """#!/bin/sh
 # ssh -G host, or ssh options... host command
@@ -38,7 +40,7 @@ def put_ssh(folder: Path, comfyui: Path | None = None, models: Path | None = Non
     program.chmod(0o755)
     places = {"CP_HOST_older": f"{sys.executable}:{other}", "CP_HOST_bare": f"/no/python:{other}"}
     if comfyui is not None:
-        make_comfyui(folder / "filled", comfyui, models)
+        make_comfyui(folder / "filled", comfyui, models, WAN_NODES)
         places["CP_HOST_filled"] = f"{sys.executable}:{folder / 'filled'}"
     return {"PATH": f"{program.parent}:{os.environ['PATH']}", **places}
 

@@ -39,7 +39,7 @@ MESSAGES = [
     messages.Locate(copies=(messages.Copy(region=(0, 64, 4096), folder="checkpoints", name="a/b", offset=8, digest="d"),)),
     messages.Located(found=(0, 2)),
     messages.Load(key="k", name="flux", network=TREE, blocks=(messages.Block(address=(7, 3), nbytes=4096, is_file=True),),
-                  patches=[], patches_uuid="u", placement="sharded", device_bytes=7, memory=(1, 3), memory_nbytes=8192,
+                  patches=(), patches_uuid="u", placement="sharded", device_bytes=7, memory=(1, 3), memory_nbytes=8192,
                   sent=((0, 64, 4096),)),
     messages.Call(
         key="k", method="forward", sequence=SequenceSettings(ring_degree=2), ranks=2, batch_degree=0,
@@ -47,7 +47,7 @@ MESSAGES = [
         memory=(1.5, 3.0), memory_scale=1.5, compile=CompileSettings(), compile_or_raise=True, cancel_every=3,
         value=TREE, drop=(),
     ),
-    messages.AttachNetwork(key="k", network=TREE, tensors=(TREE,)),
+    messages.AttachNetwork(key="k", leaves=(TREE, TREE)),
     messages.Drop(keys=("a", "b")),
     messages.MakeRoom(key=None, ranks=(0, 1)),
     messages.Describe(key="k", roots=("m:C",), packs=("/packs/p",)),

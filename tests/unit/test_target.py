@@ -11,7 +11,7 @@ from cp_runtime.comfy.ui.target import Target
 from cp_runtime.errors import MirrorError
 from cp_runtime.pool.messages import Load, Loaded
 
-REQUEST = Load(key="k", name="flux.safetensors", network={}, blocks=(), patches=[], patches_uuid="u1")
+REQUEST = Load(key="k", name="flux.safetensors", network={}, blocks=(), patches=(), patches_uuid="u1")
 SAME = SimpleNamespace(compare=lambda *_: None)
 """A fingerprint that the ranks have, too: tests/ranks compares real ones."""
 PAYLOAD = torch.empty(0, dtype=torch.uint8)
@@ -28,9 +28,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_a_rank_that_differs_is_named(case):
     second, words = CASES[case]
-    target = Target(
-        SimpleNamespace(), Value("k", b"", (), (), frozenset(), frozenset()), "flux.safetensors", "kind", 0.0, list, SAME
-    )
+    target = Target(SimpleNamespace(), Value("k", b"", (), (), frozenset(), frozenset()), "flux.safetensors", "kind", 0.0, SAME)
     with pytest.raises(MirrorError, match=words) if words else nullcontext():
         target.verify(REQUEST, PAYLOAD, [GOOD, replace(GOOD, **second)], [10, 11], lambda request: [])
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from mmap import mmap
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ import folder_paths
 import torch
 from comfy.cli_args import args
 from torch import Tensor
+from utils.extra_config import load_extra_path_config
 
 from ...engine.weights.packing import round_up
 from ...pool.messages import Copy, Load, Locate, Located
@@ -118,7 +118,6 @@ def _model_folders() -> dict[str, list[str]]:
     """Return this ComfyUI's folders by the kind of model in them, as `main.py` has them."""
     files = [os.path.join(os.path.dirname(os.path.abspath(folder_paths.__file__)), "extra_model_paths.yaml")]
     files += [file for given in args.extra_model_paths_config or [] for file in given]
-    load: Callable[[str], None] = importlib.import_module("utils.extra_config").load_extra_path_config
     for file in filter(os.path.isfile, files):
-        load(file)
+        load_extra_path_config(file)
     return {kind: [os.path.abspath(each) for each in folders] for kind, (folders, _) in folder_paths.folder_names_and_paths.items()}

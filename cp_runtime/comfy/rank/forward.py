@@ -24,7 +24,7 @@ from ...nested import form_of, map_tensors, tensors
 from ...pool.messages import Call
 from ...pool.settings import WHOLE
 from ..shared.attention import attention_function
-from ..shared.forward import ATTENTION, CONDITIONINGS, LAYERS, OBJECTS, PATCHES, SPARSE
+from ..shared.forward import ATTENTION, CONDITIONINGS, LAYERS, PATCHES, SPARSE
 from .attention import attention_by_name, attention_override, compiled_attention
 from .batch import COND_KINDS, share_out, take_items
 from .layers import functions_of
@@ -57,20 +57,20 @@ def run_sharded(
         if layers:
             functions = functions_of(installed.model, layers)
             options[LAYERS] = {name: attention_override(call, function) for name, function in functions.items()}
-        if PATCHES in options:
-            from .patches import decode_node_patches  # which needs ComfyUI; the rest of this file does not
-
-            options |= decode_node_patches(options.pop(PATCHES), call)
+        override = attention_override(call)
         in_place: AbstractContextManager[None] = nullcontext()
-        if OBJECTS in options:
-            from .pack_objects import objects_in_place
+        if PATCHES in options:
+            from .pack_objects import objects_in_place  # which need ComfyUI; the rest of this file does not
+            from .patches import read_patches
 
-            in_place = objects_in_place(options.pop(OBJECTS), installed.model, call)
+            device = next(tensors(list(arguments.values()))).device
+            options |= read_patches(options.pop(PATCHES), installed.model, call, device)
+            if objects := options.pop("objects"):
+                in_place = objects_in_place(objects, installed.model, call, override)
         named = {**arguments, "transformer_options": options}
         call.state.arguments = named
         if arguments.get("control") is not None:
             named["control"] = _local_control(arguments, call.state, plan)
-        override = attention_override(call)
         gates = nullcontext() if sparse is None else sparse.gates(installed.model)
         with in_place, gates, attention_by_name(plan.attention_names, override), serving(compiled_attention(call)):
             return installed.forward(forward, **named), call.state
@@ -95,7 +95,7 @@ def why_not_recorded(
         return f"the weights are {placement}: every call fetches some"
     if SPARSE in options:
         return "sparse attention decides in every call which tokens it takes"
-    if PATCHES in options or OBJECTS in options or any(value is not None for value in in_place.values()):
+    if PATCHES in options or any(value is not None for value in in_place.values()):
         return "patches of a node, or a ControlNet, take part in the call"
     if request.compile:
         return "the blocks are compiled"

@@ -29,13 +29,12 @@ from ...errors import CompileError, MirrorError
 from ...families import plan_for
 from ...nested import is_plain_storage_subclass, map_tensors, stored, tensors
 from ...pool.messages import AttachNetwork, Call, CallOutcome, Describe, Described, Load, Loaded, Room, Staged
-from ...pool.protocol import read_tensor, unflatten
+from ...pool.protocol import read_tensor
 from ...pool.settings import OFFLOADED, STAGED, WHOLE
 from ...pool.tensor_cache import owned
 from ...system import system
 from ..shared.fingerprint import code_of, digest_of, found
 from ..shared.formats import formats_of
-from ..shared.patches import decode_weight_patches
 from ..shared.weights import weight_patches_digest
 from .batch import CallPart, Given, part_of, take_items
 from .files import OwnFiles
@@ -53,7 +52,7 @@ from .memory import (
     room,
 )
 from .model import Mirror
-from .objects import read, read_model
+from .objects import read_leaves, read_model
 from .packs import FAILED, import_packs
 from .patches import ATTACHED, attach_network
 from .quantised import own_formats, shared_scales
@@ -270,9 +269,8 @@ class Mirrors:
 
     def attach_network(self, request: AttachNetwork, block: Tensor) -> None:
         """Take a network for other nodes' patches. The next call moves it to the device."""
-        data = read_tensor(block, request.network).numpy().tobytes()
-        tensors = [read_tensor(block, leaf).clone() for leaf in request.tensors]
-        attach_network(request.key, read(data, tensors, self.device).thing, self.device)
+        leaves = [read_tensor(block, leaf).clone() for leaf in request.leaves]
+        attach_network(request.key, read_leaves(leaves, self.device), self.device)
 
     def drop(self, keys: Iterable[str]) -> None:
         """Drop models and networks of patches. Host and device memory is freed; files stay in the page cache."""
@@ -302,7 +300,7 @@ class Mirrors:
         return mirror
 
     def _patch(self, mirror: Mirror, request: Load, block: Tensor) -> None:
-        patches = decode_weight_patches(unflatten(request.patches, lambda leaf: read_tensor(block, leaf)))
+        patches = read_leaves([read_tensor(block, leaf) for leaf in request.patches], self.device)
         unknown = patches.keys() - mirror.names
         if unknown:
             raise MirrorError(f"{len(unknown)} patched weights do not exist on the workers, the first is {min(unknown)}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pickle import Unpickler
 from typing import Any, NamedTuple
 
@@ -23,20 +23,32 @@ class Read(NamedTuple):
     classes: frozenset[type]
 
 
-def read(data: bytes, tensors: Sequence[Tensor], device: torch.device) -> Read:
-    """Read what the parent of this process has written. `device`: for what was on a device of its own there."""
-    reader = _Reader(io.BytesIO(data), tensors, device)
+def read(
+    data: bytes, tensors: Sequence[Tensor], device: torch.device, referred: Callable[[tuple[Any, ...]], Any] | None = None
+) -> Read:
+    """Read what the parent of this process has written.
+
+    Args:
+        device: for what was on a device of its own there.
+        referred: returns what this process has for a reference of `ui.objects.Settings.refer`.
+    """
+    reader = _Reader(io.BytesIO(data), tensors, device, referred)
     return Read(reader.load(), frozenset(reader.classes))
 
 
+def read_leaves(leaves: Sequence[Tensor], device: torch.device) -> Any:
+    """Read `ui.objects.Written.leaves`, in host memory. What is read keeps that."""
+    return read(leaves[0].numpy().tobytes(), leaves[1:], device).thing
+
+
 class _Reader(Unpickler):
-    def __init__(self, file: io.BytesIO, tensors: Sequence[Tensor], device: torch.device) -> None:
+    def __init__(self, file: io.BytesIO, tensors: Sequence[Tensor], device: torch.device, referred: Any) -> None:
         super().__init__(file)
-        self._tensors, self._device_there = tensors, device
+        self._tensors, self._device_there, self._referred = tensors, device, referred
         self.classes: set[type] = set()
 
-    def persistent_load(self, number: Any) -> Tensor:
-        return self._tensors[number]
+    def persistent_load(self, token: Any) -> Any:
+        return self._tensors[token] if type(token) is int else self._referred(token)
 
     def find_class(self, module: str, name: str) -> Any:
         if name == own_device.__name__:

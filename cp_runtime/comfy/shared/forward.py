@@ -3,6 +3,5 @@
 ATTENTION = "cp_attention"  # name of a function, for `optimized_attention_override`
 SPARSE = "cp_sparse"  # settings of ComfyUI's Model Sparse Attention
 LAYERS = "cp_layers"  # names of the attention functions that the model file chose for layers
-PATCHES = "cp_patches"  # for `patches` and `patches_replace`
-OBJECTS = "cp_objects"  # for object patches
+PATCHES = "cp_patches"  # for `patches` and `patches_replace`, and object patches
 CONDITIONINGS = "cp_conditionings"  # for each of the batch's equal parts, a name of its conditioning

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import builtins
-import importlib
 from collections.abc import Callable
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from ...compat import as_parameter
 from .fingerprint import bare, bodies_in
-from .modules import find
+from .modules import find, take_module
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
@@ -49,10 +48,6 @@ def bind_method(function: Any, owner: Any) -> MethodType:
 def own_device(kind: str) -> torch.device:
     """Return the device of this process that stands for one of ComfyUI's process: see `rank.objects`."""
     return torch.device(kind)
-
-
-def take_module(name: str) -> ModuleType:
-    return importlib.import_module(name)
 
 
 def make_parameter(value: Tensor, requires_grad: bool) -> nn.Parameter:

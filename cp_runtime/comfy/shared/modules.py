@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import re
+import sys
+from types import ModuleType
 from typing import Any
 
 LOCALS = ".<locals>."
+PACKS = "custom_nodes/"  # in front of the names of packs' modules
 # Settings that loaders of GGUF files put on the classes of a model's layers, for all models: on a rank each model has its own.
 LOADER_SETTINGS = ("dequant_dtype", "patch_dtype")
 # Records of ComfyUI's memory manager on loaded modules, and this pack's.
@@ -25,15 +29,42 @@ def full_name(thing: Any) -> str:
 
 
 def module_name(module: str) -> str:
-    """Return the name by which a module is imported. ComfyUI names the modules of its own nodes by their path."""
+    """Return a name of a module that is the same on every computer. ComfyUI names those of its own nodes and of packs by their
+    path."""
+    if not os.path.isabs(module):
+        return module
     extras = module.find("comfy_extras" + os.sep)
-    return module[extras:].replace(os.sep, ".") if extras >= 0 and os.path.isabs(module) else module
+    return module[extras:].replace(os.sep, ".") if extras >= 0 else PACKS + module.rpartition(os.sep)[2]
+
+
+def modules_named(name: str) -> list[ModuleType]:
+    """Return the modules with this `module_name`: ComfyUI may have imported one of its own a second time, by its path."""
+    keys = (name, *_by_path(len(sys.modules)).get(name, ()))
+    return [module for key in keys if (module := sys.modules.get(key)) is not None]
+
+
+@functools.lru_cache(maxsize=1)
+def _by_path(_: int) -> dict[str, list[str]]:
+    """Return the modules that are named by a path, by `module_name`. They are looked up when there are more, or fewer."""
+    found: dict[str, list[str]] = {}
+    for key in filter(os.path.isabs, list(sys.modules)):
+        found.setdefault(module_name(key), []).append(key)
+    return found
+
+
+def take_module(name: str) -> ModuleType:
+    """Return a module by `module_name`; import it, unless it is of a pack. Raises ImportError: there is none."""
+    if not name.startswith(PACKS):
+        return importlib.import_module(name)
+    for module in modules_named(name):
+        return module
+    raise ModuleNotFoundError(f"no module {name}")
 
 
 def find(name: str) -> Any:
     """Return the class or function of that name, at the top of a module or a class."""
     module, _, path = name.partition(":")
-    thing: Any = importlib.import_module(module)
+    thing: Any = take_module(module)
     for part in path.split("."):
         thing = getattr(thing, part)
     return thing

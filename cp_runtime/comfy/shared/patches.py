@@ -1,12 +1,8 @@
-"""Patches of other nodes, rebuilt on the workers: code in the transformer (`transformer_options`), and weight patches.
+"""Patches of other nodes that ranks compute with: code in the transformer (`transformer_options`), and weight patches.
 
-A patch is a function inside a node's code, or an object of one of ComfyUI's classes. Its name and data are sent; a worker finds the
-same code by name in its own ComfyUI and gives it the data. Only names in MIRRORED are looked up. A patch sees its rank's tokens,
-like the forward. If it expects anything else, MIRRORED names the adapter.
-
-Of weight patches (LoRA and its relatives) a patcher holds `{weight name: [(strength, patch, strength_model, offset, function)]}`. A
-patch is an adapter object of `comfy.weight_adapter`, a tuple of a kind and tensors, or, of a merge, a list: a weight of the other
-model, beside a function that makes numbers of it, and the patches of that model. All become tuples here; nothing is pickled.
+A patch is a function of a node's code, or an object. Ranks get it by value (`ui.objects`): its code by name, its data as it is.
+What they may compute on a part of the tokens is listed in MIRRORED. A patch sees its rank's tokens, like the forward; if it
+expects anything else, MIRRORED names the adapter.
 """
 
 from __future__ import annotations
@@ -22,18 +18,13 @@ from typing import Any
 import comfy.ldm.common_dit
 import comfy.lora
 import comfy.utils
-import comfy.weight_adapter
 from comfy.model_patcher import key_param_name_to_key
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...engine.call import RunningCall
-from ...errors import MirrorError
 from .modules import full_name
 from .weights import is_dynamic
 
-ADAPTERS = {adapter.__name__: adapter for adapter in comfy.weight_adapter.adapters}
-CONVERTING = ("comfy.model_patcher", "comfy.ops")  # modules of functions that change no weight unless it is quantised
-FUNCTIONS = {"swap_scale_shift": comfy.utils.swap_scale_shift}
 Entry = tuple[Any, ...]
 Prepare = Callable[[Any, Tensor], None]
 Adapt = Callable[[Any, RunningCall], Callable[..., Any]]
@@ -220,66 +211,3 @@ def changes_shape(patcher: Any, name: str) -> bool:
     """Return whether patches change the shape of a weight, as a LoRA for control images does for the input layer."""
     weight = comfy.utils.get_attr(patcher.model, name)
     return bool(comfy.lora.calculate_shape(patcher.patches.get(name, ()), weight, name) != weight.shape)
-
-
-def encode_weight_patches(patches: dict[str, list[Entry]]) -> list[Any]:
-    """Encode a ModelPatcher's patches as nested lists and tuples of plain values and tensors. Raises MirrorError, naming the patch,
-    if workers cannot rebuild one."""
-    return [[key, [_encode(key, *entry) for entry in entries]] for key, entries in patches.items()]
-
-
-def decode_weight_patches(encoded: list[Any]) -> dict[str, list[Entry]]:
-    """Invert `encode_weight_patches`. Raises MirrorError for an unknown adapter or function."""
-    return {key: [_decode(*entry) for entry in entries] for key, entries in encoded}
-
-
-def _encode(key: str, strength: float, patch: Any, strength_model: float, offset: Any, function: Any) -> Entry:
-    name = next((name for name, known in FUNCTIONS.items() if known is function), None)
-    if function is not None and name is None:
-        raise MirrorError(f"the patch of {key} transforms the weight with {function!r}, which cannot be sent to the workers")
-    body: tuple[Any, ...]
-    if type(patch) in ADAPTERS.values():
-        body = ("adapter", type(patch).__name__, sorted(patch.loaded_keys), patch.weights)
-    elif isinstance(patch, tuple) and len(patch) == 2 and isinstance(patch[0], str):
-        body = ("tuple", *patch)
-    elif isinstance(patch, tuple) and len(patch) == 1:
-        body = ("tuple", "diff", patch)
-    elif isinstance(patch, list):
-        (weight, convert), *entries = patch
-        body = ("merge", _encode_weight(key, weight, convert), [_encode(key, *entry) for entry in entries])
-    else:
-        raise MirrorError(
-            f"the patch of {key} is a {type(patch).__name__} of another node pack, which cannot be sent to the workers. Remove the "
-            "node that made it, or save the patched model and load the file."
-        )
-    return (strength, body, strength_model, offset, name)
-
-
-def _encode_weight(key: str, weight: Tensor, convert: Any) -> Tensor:
-    """Encode a weight of a merge's other model. ComfyUI merges no quantised ones."""
-    if type(weight) in (Tensor, nn.Parameter) and getattr(convert, "__module__", "") in CONVERTING:
-        return weight
-    raise MirrorError(
-        f"the other model of a merge has {key} as a {type(weight).__name__} of another node pack, which cannot be sent to the "
-        "workers. Load that model with Load Diffusion Model or Load Checkpoint, or save the merged model and load the file."
-    )
-
-
-def _as_it_is(weight: Tensor, **_: Any) -> Tensor:
-    """Return the numbers of a weight that is not quantised, like the function beside it in ComfyUI's process."""
-    return weight
-
-
-def _decode(strength: float, body: tuple[Any, ...], strength_model: float, offset: Any, function: str | None) -> Entry:
-    kind, name, *rest = body
-    if function is not None and function not in FUNCTIONS:
-        raise MirrorError(f"unknown weight function {function!r}")
-    if kind == "tuple":
-        patch: Any = (name, rest[0])
-    elif kind == "adapter" and name in ADAPTERS:
-        patch = ADAPTERS[name](set(rest[0]), rest[1])
-    elif kind == "merge":
-        patch = [(name, _as_it_is), *(_decode(*entry) for entry in rest[0])]
-    else:
-        raise MirrorError(f"unknown weight adapter {name!r}")
-    return (strength, patch, strength_model, offset, FUNCTIONS[function] if function else None)

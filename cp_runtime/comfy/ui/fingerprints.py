@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,11 +20,11 @@ from ...errors import UnsupportedError
 from ...pool.messages import Described, Loaded
 from ..shared.fingerprint import Code, code_of, differing, digest_of, found
 from ..shared.modules import full_name
-from ..shared.patches import ADAPTERS
 from ..shared.weights import network_of, sample
 from .notes import Asking
 from .objects import Settings, write
 from .packs import in_order, is_comfy, pack_of, packs_naming, packs_of
+from .weight_patches import code_of_weight_patches
 
 OF_MODEL = (
     "Remove that node, then have the model loaded again: Edit, Unload Models and Execution Cache, or restart ComfyUI. Or set "
@@ -85,13 +85,11 @@ class ModelFingerprint:
     classes: frozenset[type]
     names: frozenset[str] = frozenset()
 
-    @property
+    @cached_property
     def roots(self) -> tuple[str, ...]:
         """Return the names of the code that its modules hold, and of that which makes weights of the patcher's weight patches."""
         patches = self.patcher.patches
-        adapters = {type(entry[1]) for entries in patches.values() for entry in entries}
-        known = map(full_name, adapters & set(ADAPTERS.values()))
-        return tuple(sorted({*self.names, *((full_name(calculate_weight), *known) if patches else ())}))
+        return tuple(sorted({*self.names, *({full_name(calculate_weight)} | code_of_weight_patches(patches) if patches else ())}))
 
     @property
     def packs(self) -> tuple[str, ...]:

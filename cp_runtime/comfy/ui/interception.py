@@ -30,9 +30,9 @@ from ..shared.patches import applied_patches
 from ..shared.weights import PREFIX, model_dtype
 from .fingerprints import code_of_patches
 from .notes import on_ranks
+from .objects import write
 from .obstacles import check_call, check_own_forward, compile_of, computes_here, options_for_ranks, unsent
 from .options import SENDABLE, plain_options
-from .values import by_value
 from .watching import has_foreign_wrapper
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class WorkerForward(Replacement):
             compile=compiled,
             networks=patches.networks,
             code=code_of_patches(patches.code),
-            encode_network=by_value,
+            encode_network=lambda network: write(network).leaves,
         )
         try:
             return owner.call_workers(call)

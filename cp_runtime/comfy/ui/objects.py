@@ -7,10 +7,12 @@ ComfyUI's memory manager and this pack's own.
 
 from __future__ import annotations
 
+import contextlib
+import copyreg
 import functools
 import inspect
 import io
-import sys
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from pickle import Pickler
 from types import FunctionType, MappingProxyType, MethodType, ModuleType
@@ -24,7 +26,7 @@ from ...compat import global_hooks, hooks_of
 from ...errors import MirrorError
 from ...nested import is_plain_storage_subclass
 from ..shared.assigned import set_later
-from ..shared.fingerprint import CACHED, bodies_in, content_of
+from ..shared.fingerprint import CACHED, alone, bodies_in, content_of, found
 from ..shared.made import (
     HOOKS,
     MAKERS,
@@ -41,9 +43,8 @@ from ..shared.made import (
     new_module,
     own_device,
     set_fields,
-    take_module,
 )
-from ..shared.modules import BOOKKEEPING, LOCALS, find, full_name, module_name
+from ..shared.modules import BOOKKEEPING, LOCALS, find, full_name, module_name, modules_named, take_module
 from ..shared.origin import in_library
 
 INSIDE = frozenset({"training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
@@ -62,14 +63,23 @@ class Written(NamedTuple):
         tensors: plain ones, by their number; small ones, other than weights, are in `data`.
         owners: the tensor or weight that each of these is the memory of.
         classes: of its modules.
-        names: of other classes and of functions of ComfyUI and node packs that it names.
+        code: other classes and functions of ComfyUI and node packs that it names, by these names.
     """
 
     data: bytes
     tensors: list[Tensor]
     owners: list[Tensor]
     classes: frozenset[type]
-    names: frozenset[str]
+    code: Mapping[str, Any]
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self.code)
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """All of it as tensors, for `rank.objects.read_leaves`."""
+        return [torch.frombuffer(bytearray(self.data), dtype=torch.uint8), *self.tensors]
 
 
 class Settings(NamedTuple):
@@ -81,12 +91,16 @@ class Settings(NamedTuple):
         marks: further attributes of a module, for the ranks.
         instead: weights to be written in the place of others, by the id of these.
         originals: attributes of modules as they were before ComfyUI patched them, by the id of the module.
+        refer: returns plain data for what a rank has otherwise, a tuple; None for all else.
+        without: attributes of objects that a rank does not need, and finds as None, by the name of their class.
     """
 
     later: bool = True
     marks: Callable[[nn.Module], Mapping[str, Any]] = lambda module: {}
     instead: Mapping[int, Tensor] = MappingProxyType({})
     originals: Mapping[int, Mapping[str, Any]] = MappingProxyType({})
+    refer: Callable[[Any], Any] | None = None
+    without: Mapping[str, tuple[str, ...]] = MappingProxyType({})
 
 
 _USUAL = Settings()
@@ -118,8 +132,9 @@ def _written(thing: Any, settings: Settings) -> Written:
     file = io.BytesIO()
     writer = _Writer(file, settings)
     writer.dump(thing)
-    names = writer.names - {full_name(cls) for cls in writer.classes}
-    return Written(file.getvalue(), writer.tensors, writer.owners, frozenset(writer.classes), frozenset(names))
+    for cls in writer.classes:
+        writer.code.pop(full_name(cls), None)
+    return Written(file.getvalue(), writer.tensors, writer.owners, frozenset(writer.classes), writer.code)
 
 
 def _modules(thing: Any) -> Iterator[tuple[str, nn.Module]]:
@@ -196,11 +211,13 @@ class _Writer(Pickler):
         self.tensors: list[Tensor] = []
         self.owners: list[Tensor] = []
         self.classes: set[type] = set()
-        self.names: set[str] = set()
+        self.code: dict[str, Any] = {}
         self._settings = settings
         self._numbers: dict[int, int] = {}
 
     def persistent_id(self, value: Any) -> Any:
+        if self._settings.refer is not None and (reference := self._settings.refer(value)) is not None:
+            return reference
         if type(value) is not Tensor or value.layout is not torch.strided or is_lazy(value):
             return None
         if id(value) not in self._numbers:
@@ -233,6 +250,8 @@ class _Writer(Pickler):
             return own_device, (value.type,)
         if issubclass(kind, ModuleType):
             return take_module, (module_name(value.__name__),)
+        if self._settings.without and (left_out := self._settings.without.get(full_name(kind))):
+            return copyreg.__newobj__, (kind,), {**vars(value), **dict.fromkeys(left_out)}  # type: ignore[attr-defined]
         return NotImplemented
 
     def _tensor(self, value: Tensor) -> Any:
@@ -281,10 +300,14 @@ class _Writer(Pickler):
         if LOCALS not in name:
             return self._by_name(function, function)
         outer, _, inner = name.partition(LOCALS)
-        number = next((number for number, body in enumerate(bodies_in(outer, inner)[0]) if body == function.__code__), None)
+        bodies, _ = bodies_in(outer, inner)
+        number = next((number for number, body in enumerate(bodies) if body == function.__code__), None)
         if number is None:
             raise MirrorError(f"{name.replace(':', '.')} is not to be found where it was made, and no code is sent to the workers")
-        self.names.add(outer)
+        if len(bodies) == 1:
+            self.code[name] = alone(function)
+        else:
+            self.code[outer] = found(outer)
         cells = tuple(map(content_of, function.__closure__ or ()))
         return (
             make_function,
@@ -303,10 +326,10 @@ class _Writer(Pickler):
     def _by_name(self, thing: Any, named: Any) -> Any:
         """Have the rank take what has this name there. Raises MirrorError: something else has it here."""
         name = full_name(named)
-        if _resolved(name) != thing:
+        if not any(each == thing for each in _resolved(name)):
             raise MirrorError(f"{name.replace(':', '.')} is not to be found under its name, and no code is sent to the workers")
         if not in_library(str(named.__module__)):
-            self.names.add(name)
+            self.code[name] = named
         return find, (name,)
 
     def _remade(self, cls: Any) -> Any:
@@ -315,10 +338,10 @@ class _Writer(Pickler):
         outer, _, inner = full_name(cls).partition(LOCALS)
         bodies, _ = bodies_in(outer, inner)
         if len(bodies) == 1 and not bodies[0].co_freevars and type(cls) is type:
-            self.names.add(outer)
+            self.code[outer] = found(outer)
             return build_class, (outer, inner, cls.__bases__)
         factory, given, path = _making(cls)
-        self.names.add(full_name(factory))
+        self.code[full_name(factory)] = factory
         return make_class, (full_name(factory), given, path)
 
 
@@ -339,7 +362,7 @@ def _making(cls: Any) -> tuple[FunctionType, dict[str, Any], str]:
     Arguments are known from what methods refer to, and from attributes `_name`.
     """
     outer, _, path = cls.__qualname__.partition(LOCALS)
-    factory = _resolved(f"{module_name(cls.__module__)}:{outer}")
+    factory = next(_resolved(f"{module_name(cls.__module__)}:{outer}"), None)
     shown = full_name(cls).replace(":", ".")
     if not isinstance(factory, FunctionType):
         raise MirrorError(f"{shown} is a class that no function at the top of a module has made, and the workers lack it")
@@ -367,12 +390,9 @@ def _methods_made_with(cls: Any) -> Iterator[FunctionType]:
                 yield value
 
 
-def _resolved(name: str) -> Any:
-    """Return what stands under a name in this process; None without it. ComfyUI imports some modules by their path."""
+def _resolved(name: str) -> Iterator[Any]:
+    """Yield what stands under a name in this process."""
     module, _, path = name.partition(":")
-    thing: Any = sys.modules.get(module) or next(
-        (each for key, each in list(sys.modules.items()) if module_name(key) == module and each is not None), None
-    )
-    for part in path.split("."):
-        thing = getattr(thing, part, None)
-    return thing
+    for thing in modules_named(module):
+        with contextlib.suppress(AttributeError):
+            yield operator.attrgetter(path)(thing)

@@ -22,7 +22,7 @@ from ...families import PLANS, UNSTAGED, class_name, most_stages, plan_for
 from ...pool.config import RuntimeConfig
 from ...pool.settings import STAGED
 from ..shared.fingerprint import classes_of
-from ..shared.patches import applied_patches, encode_weight_patches
+from ..shared.patches import applied_patches
 from .attention import ChosenAttention, attention_of
 from .fingerprints import OF_MODEL, ModelFingerprint, check_code, check_network
 from .options import compile_settings
@@ -30,6 +30,7 @@ from .packs import running_code
 from .patches import PatchSet
 from .runtime import multiplies_nvfp4
 from .values import value_of
+from .weight_patches import written_patches
 
 _REMEDY = "Remove that node, or set on_unsupported of CP Config to 'single device'."
 FORWARDS = ("forward", "_forward", "forward_orig")
@@ -45,7 +46,7 @@ def check_model(patcher: Any, config: RuntimeConfig) -> None:
         plan_for(model)
         check_classes(model)
         value_of(patcher.model).check(patcher)
-        encode_weight_patches(applied_patches(patcher))
+        written_patches(applied_patches(patcher))
     except PlanError as error:
         packs = ", ".join(map(os.path.basename, ModelFingerprint(patcher, classes_of(model)).packs))
         by = f" A node pack replaced code of the model ({packs}). {_REMEDY}" if packs else ""

@@ -29,7 +29,7 @@ from ...controller.run_stats import Node
 from ...errors import MirrorError, UnsupportedError
 from ...families import PLANS, class_name
 from ...pool.config import RuntimeConfig
-from ..shared.patches import applied_patches, changes_shape, encode_weight_patches
+from ..shared.patches import applied_patches, changes_shape
 from ..shared.values import Value
 from ..shared.weights import PREFIX, is_dynamic
 from .copies import copies_of
@@ -301,7 +301,7 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
             notes.key, notes.name, notes.kind = value.key, name_of(self), kind_of(self)
         fingerprint = ModelFingerprint(self, value.classes, value.names)
         memory, copies = self.cp_run.call_memory, partial(copies_of, self, value)
-        return Target(self, value, notes.name, notes.kind, memory, encode_weight_patches, fingerprint, copies)
+        return Target(self, value, notes.name, notes.kind, memory, fingerprint, copies)
 
     def look_again(self) -> None:
         """Find out what a node has changed in the model since its run began: the ranks get it with the next call."""

@@ -1,10 +1,10 @@
-"""Other nodes' patches of the transformer, in the UI process: checks and encoding."""
+"""Other nodes' patches of the transformer, in the UI process: checks, and their value for the ranks."""
 
 from __future__ import annotations
 
-import inspect
+import base64
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
@@ -15,14 +15,15 @@ import comfy.sd
 from torch import Tensor, nn
 
 from ...errors import MirrorError, UnsupportedError
-from ...pool.protocol import flatten
-from ..shared.fingerprint import alone, classes_of
-from ..shared.forward import OBJECTS, PATCHES
+from ..shared.assigned import names_in
+from ..shared.fingerprint import classes_of
+from ..shared.forward import PATCHES
 from ..shared.modules import full_name
+from ..shared.pack_objects import OBJECTS, ObjectPatch
 from ..shared.patches import MIRRORED, Patch, map_patches, name_of
-from .objects import write
-from .pack_nodes import display_name, made_by, node_of
-from .pack_objects import encode_objects
+from ..shared.weights import PREFIX
+from .objects import Settings, write
+from .pack_nodes import display_name, made_by, name_in_pack, node_of
 
 # Nodes whose patches cannot be mirrored -> reason.
 REFUSED: Mapping[str, str] = {
@@ -34,6 +35,7 @@ REFUSED: Mapping[str, str] = {
     "HypernetworkLoader": "puts networks into the attention of the model",
     "SDPoseKeypointExtractor": "reads features out of the model",
 }
+_WITHOUT = {name: known.without for name, known in MIRRORED.items() if known.without}
 _keys: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 _checked: WeakSet[nn.Module] = WeakSet()
 _numbers = itertools.count()
@@ -77,23 +79,33 @@ class PatchSet:
         """
         checked: list[tuple[Any, Patch]] = []
         map_patches(options, lambda where, patch: checked.append((patch, _check(where, patch, model))))
-        objects, kinds = encode_objects(patcher) if patcher is not None else ({}, [])
+        objects = dict(_objects(patcher)) if patcher is not None else {}
+        kinds = [_check_object(path, thing, model) for path, thing in objects.items()]
+        if not checked and not objects:
+            return cls()
         for kind in kinds:
             if kind.all_tokens and in_patches:
                 raise UnsupportedError(f"{display_name(kind.node)} needs all tokens at once. Set patches of CP PipeFusion to 1.")
         for patch, known in checked:
             if known.prepare is not None and latent is not None:
                 known.prepare(patch, latent)
-        encoder = _Encoder()
-        indices = map_patches(options, lambda _, patch: encoder.index(patch))  # all are prepared, as one may refer to another
-        encoded = {PATCHES: {"entries": encoder.entries, **indices}} if encoder.entries else {}
-        encoded |= {OBJECTS: objects} if objects else {}
-        _check_plain(encoded, encoder.modules)
-        mixes_batch = any(kind.mixes_batch for kind in kinds)
-        mixes_batch |= any(MIRRORED[entry["name"]].mixes_batch for entry in encoder.entries)
-        code = {name_of(patch): alone(patch) if isinstance(patch, FunctionType) else type(patch) for patch, _ in checked}
-        code |= {full_name(kind): kind for network in encoder.modules.values() for kind in classes_of(network)}
-        return cls(encoded=encoded, networks=encoder.modules, code=code, mixes_batch=mixes_batch)
+        references = _References(model, objects)
+        things = {**map_patches(options, lambda _, patch: patch), "objects": objects}
+        try:
+            written = write(things, Settings(refer=references, without=_WITHOUT))
+            for network in references.networks.values():
+                if network not in _checked:
+                    write(network)
+                    _checked.add(network)
+        except MirrorError as error:
+            raise UnsupportedError(f"a patch of the transformer holds something that cannot be sent: {error}.") from error
+        classes = written.classes.union(*map(classes_of, references.networks.values()))
+        return cls(
+            encoded={PATCHES: {"data": base64.b64encode(written.data).decode(), "tensors": written.tensors}},
+            networks=references.networks,
+            code={**written.code, **{full_name(cls): cls for cls in classes}},
+            mixes_batch=any(kind.mixes_batch for kind in kinds) or any(known.mixes_batch for _, known in checked),
+        )
 
 
 def _check(where: str, patch: Any, model: nn.Module) -> Patch:
@@ -108,47 +120,52 @@ def _check(where: str, patch: Any, model: nn.Module) -> Patch:
     return known
 
 
-def _check_plain(encoded: dict[str, Any], networks: Mapping[str, nn.Module]) -> None:
-    try:
-        flatten(encoded, lambda tensor, path: None)
-        for network in networks.values():
-            if network not in _checked:
-                write(network)
-                _checked.add(network)
-    except (MirrorError, UnsupportedError) as error:
-        raise UnsupportedError(f"a patch of the transformer holds something else than plain data: {error}.") from error
+def _objects(patcher: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the object patches inside the transformer by their path there."""
+    for name, thing in patcher.object_patches.items():
+        if name.split(".")[0] == PREFIX[:-1]:
+            yield name.removeprefix(PREFIX), thing
 
 
-class _Encoder:
-    """An encoder of patches. They may share objects: each becomes one entry of a list."""
+def _check_object(path: str, thing: Any, model: nn.Module) -> ObjectPatch:
+    """Return the entry of an object patch in OBJECTS. Raises UnsupportedError if there is none for it."""
+    function = getattr(thing, "__func__", thing)
+    name = name_in_pack(function if hasattr(function, "__qualname__") else type(thing))
+    place = ".".join("*" if part.isdecimal() else part for part in path.split("."))
+    known = next((each for each in OBJECTS.get(name, ()) if each.at == place), None)
+    if known is None:
+        wrong = f"{name} at {path} is not an object patch that the workers know"
+    elif not type(model).__module__.startswith(known.models):
+        wrong = f"they know it for {' and '.join(known.models)} only, and the model is of {type(model).__module__}"
+    elif known.helper and not _calls(function, known.helper):
+        wrong = f"it is of another version of that pack, which does not call {known.helper}"
+    else:
+        return known
+    raise UnsupportedError(f"{made_by(thing)} replaced {PREFIX}{path} of the model, which the workers do not repeat: {wrong}.")
 
-    def __init__(self) -> None:
-        self.entries: list[dict[str, Any]] = []
-        self.modules: dict[str, nn.Module] = {}
-        self._seen: dict[int, int] = {}
 
-    def index(self, patch: Any) -> int:
-        if id(patch) not in self._seen:
-            self._seen[id(patch)] = len(self.entries)
-            self.entries.append({})
-            self.entries[self._seen[id(patch)]] = self._entry(patch)
-        return self._seen[id(patch)]
+def _calls(function: FunctionType, name: str) -> bool:
+    """Return whether a function, or another one of its module that it calls, calls one of this name there."""
+    others = (function.__globals__.get(each) for each in names_in(function.__code__))
+    bodies = [function.__code__, *(each.__code__ for each in others if isinstance(each, FunctionType))]
+    return name in function.__globals__ and any(name in names_in(body) for body in bodies)
 
-    def _entry(self, patch: Any) -> dict[str, Any]:
-        name = name_of(patch)
-        if not isinstance(patch, FunctionType):
-            without = MIRRORED[name].without
-            return {"name": name, "data": {k: None if k in without else self._pack(v) for k, v in vars(patch).items()}}
-        data = {variable: self._pack(value) for variable, value in inspect.getclosurevars(patch).nonlocals.items()}
-        return {"name": name, "data": data, "defaults": patch.__defaults__}
 
-    def _pack(self, value: Any) -> Any:
+class _References:
+    """What ranks have otherwise: modules of the transformer by path, networks of patches by key, and of a VAE its compression."""
+
+    def __init__(self, model: nn.Module, objects: Mapping[str, Any]) -> None:
+        placed = {id(part) for thing in objects.values() if isinstance(thing, nn.Module) for part in thing.modules()}
+        self._paths = {id(module): path for path, module in model.named_modules() if id(module) not in placed}
+        self.networks: dict[str, nn.Module] = {}
+
+    def __call__(self, value: Any) -> tuple[str, Any] | None:
+        if isinstance(value, nn.Module) and id(value) in self._paths:
+            return "module", self._paths[id(value)]
         if isinstance(value, comfy.model_patcher.ModelPatcher):
             key = _keys.setdefault(value.model, f"m{next(_numbers)}")
-            self.modules[key] = value.model
-            return {"$module": key}
+            self.networks[key] = value.model
+            return "network", key
         if isinstance(value, comfy.sd.VAE):
-            return {"$vae": value.spacial_compression_encode()}
-        if full_name(type(value)) in MIRRORED:
-            return {"$patch": self.index(value)}
-        return value
+            return "compression", value.spacial_compression_encode()
+        return None

@@ -16,10 +16,11 @@ from ...errors import MirrorError
 from ...families import most_stages
 from ...pool.blocks import SharedBlock
 from ...pool.messages import Block, Copy, Describe, Described, Load, Loaded, Region
-from ...pool.protocol import TensorPacker, flatten
+from ...pool.protocol import TensorPacker
 from ..shared.values import Value, packed
 from ..shared.weights import model_dtype, network_of, weight_patches_digest
 from .notes import Asking, notes_of
+from .weight_patches import written_patches
 
 
 class Fingerprint(Protocol):
@@ -46,7 +47,6 @@ class Target:
         name: of its file, as ComfyUI's loaders show it.
         kind: what models have in common that were loaded alike.
         call_memory: bytes that ComfyUI expects a call to take on one device.
-        encode: makes plain data and tensors of weight patches. Raises MirrorError if one cannot be sent.
         fingerprint: of its code.
         copies: see `ModelState`.
     """
@@ -56,7 +56,6 @@ class Target:
     name: str
     kind: str
     call_memory: float
-    encode: Callable[[Any], list[Any]]
     fingerprint: Fingerprint
     copies: Callable[[], tuple[Copy, ...]] = tuple
 
@@ -87,7 +86,8 @@ class Target:
     def request(self, placement: str, device_bytes: int) -> tuple[Load, TensorPacker]:
         packer = TensorPacker()
         network = torch.frombuffer(bytearray(packed(self.value.data, self.value.places)), dtype=torch.uint8)
-        tree, patches = packer.add(network, "network"), flatten(self.encode(self.patcher.patches), packer.add)
+        tree = packer.add(network, "network")
+        patches = tuple(packer.add(each, "patches") for each in written_patches(self.patcher.patches).leaves)
         blocks = tuple(Block(address=each.address, nbytes=each.size, is_file=each.is_file) for each in self.blocks)
         return (
             Load(

@@ -289,12 +289,6 @@ class ModelValue:
         return names, dtypes
 
 
-def by_value(network: nn.Module) -> tuple[bytes, list[Tensor]]:
-    """Return a network of a patch, and its tensors, for `rank.objects.read`."""
-    written = write(network)
-    return written.data, written.tensors
-
-
 def value_of(model: Any) -> ModelValue:
     """Return the value of a `BaseModel` or VAE; it is made at first use."""
     notes = notes_of(model)

@@ -17,12 +17,12 @@ from torch import nn
 from cp_runtime.comfy.rank import patches as node_patches
 from cp_runtime.comfy.rank.forward import LocalResiduals
 from cp_runtime.comfy.rank.layers import functions_of
-from cp_runtime.comfy.rank.objects import read
+from cp_runtime.comfy.rank.objects import read_leaves
 from cp_runtime.comfy.shared.attention import SAGE_MODES, attention_function
 from cp_runtime.comfy.shared.forward import LAYERS, PATCHES
 from cp_runtime.comfy.ui.attention import _name_of, checked_name
+from cp_runtime.comfy.ui.objects import write
 from cp_runtime.comfy.ui.patches import PatchSet
-from cp_runtime.comfy.ui.values import by_value
 from cp_runtime.engine.attention.kernels import installed
 from cp_runtime.engine.state import CallState
 from cp_runtime.errors import MirrorError, UnsupportedError
@@ -44,8 +44,7 @@ def send(value):
 
 
 def rebuilt_of(network):
-    data, tensors = by_value(network)
-    return read(data, send(tensors), CPU).thing
+    return read_leaves(send(write(network).leaves), CPU)
 
 
 def refused(function, *args):
@@ -84,7 +83,7 @@ report(
     clean=not hasattr(copy, "current_weight_patches_uuid"),
     printed=repr(rebuilt_of(qwen)) == repr(qwen),
     keys=qwen.state_dict().keys() == rebuilt_of(qwen).state_dict().keys(),
-    refused=[refused(by_value, nn.Sequential(made)) for made in (Local(), Renamed(), in_training)],
+    refused=[refused(write, nn.Sequential(made)) for made in (Local(), Renamed(), in_training)],
 )
 
 # A function with data, and an object that holds a network.
@@ -115,6 +114,7 @@ class Recorder:
 recorder = Recorder()
 PatchModelAddDownscale.execute(recorder, 3, 2.0, 0.0, 1.0, True, "bilinear", "bilinear")
 uso = UsoStyleProjectorPatch(ModelPatcher(qwen, CPU, CPU), torch.ones(2, 3))
+uso.of = qwen  # the rank's own, there
 options = {"patches": {**recorder.patches, "post_input": [uso, uso]}, "patches_replace": {"dit": {}}}
 patches = PatchSet.of(options, qwen)
 entry, networks = patches.encoded, patches.networks
@@ -129,7 +129,7 @@ class Call:
         size = 1
 
 
-rebuilt = node_patches.decode_node_patches(send(entry[PATCHES]), Call)
+rebuilt = node_patches.read_patches(send(entry[PATCHES]), qwen, Call, CPU)
 h, at = torch.randn(1, 2, 8, 8), {"block": ("input", 3), "sigmas": torch.tensor([0.5])}
 first, second = rebuilt["patches"]["post_input"]
 report(
@@ -139,17 +139,7 @@ report(
     ),
     shared=first is second,
     object=torch.equal(first.encoded_image, uso.encoded_image) and repr(first.model_patch.model) == repr(qwen),
-    refused=[
-        refused(
-            node_patches.decode_node_patches,
-            {"entries": [{"name": name, "data": {}}], "patches": {"x": [0]}, "patches_replace": {}},
-            Call,
-        )
-        for name in ("os:system", "comfy_extras.nodes_sag:SelfAttentionGuidance.execute.<locals>.attn_and_record")
-    ],
-    changed=refused(
-        node_patches._Decoder([{"name": entry[PATCHES]["entries"][0]["name"], "data": {"other": 1}, "defaults": None}]).get, 0
-    ),
+    module=first.of is qwen,
 )
 
 # Residuals of a ControlNet on the second of three ranks.

@@ -14,13 +14,13 @@ from comfy import model_management as mm
 
 from cp_runtime.comfy.rank.memory import LoadProgress
 from cp_runtime.comfy.rank.mirrors import Mirrors
-from cp_runtime.comfy.shared.patches import encode_weight_patches
 from cp_runtime.comfy.shared.values import packed
 from cp_runtime.comfy.ui.values import value_of
+from cp_runtime.comfy.ui.weight_patches import written_patches
 from cp_runtime.engine.cost import DegreePlanner, Rates
 from cp_runtime.engine.ranks.config import SequenceSettings
 from cp_runtime.pool.messages import Block, Call, Load
-from cp_runtime.pool.protocol import TensorPacker, flatten
+from cp_runtime.pool.protocol import TensorPacker
 from cp_runtime.system import system
 
 KEY = "k"
@@ -75,7 +75,7 @@ def load(mirrors, path, options=None, patches=None, uuid="none", mesh=None, in_f
     """Load a file under KEY, as a rank does that is told to; return its patcher. All ranks do so. `in_file`: see `stock`."""
     packer, value = TensorPacker(), sent(path, in_file, **(options or {}))
     network = packer.add(torch.frombuffer(bytearray(value.network), dtype=torch.uint8), "network")
-    tree = flatten(encode_weight_patches(patches or {}), packer.add)
+    tree = tuple(packer.add(leaf) for leaf in written_patches(patches or {}).leaves)
     block = torch.empty(packer.nbytes, dtype=torch.uint8)
     packer.write(block)
     request = Load(

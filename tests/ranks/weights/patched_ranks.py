@@ -8,6 +8,8 @@ Arguments: folder of checkpoints, and as JSON for every model its file, that of 
 
 import json
 import os
+import threading
+import types
 import zlib
 
 import comfy.sd
@@ -19,7 +21,8 @@ from comfy import weight_adapter as adapters
 from mirrors import call, flux_inputs, load, mirrors_on
 from support.ranks import finish, report, start
 
-from cp_runtime.comfy.shared.patches import applied_patches, encode_weight_patches
+from cp_runtime.comfy.shared.patches import applied_patches
+from cp_runtime.comfy.ui.weight_patches import written_patches
 from cp_runtime.engine.ranks.config import PipelineSettings
 from cp_runtime.engine.ranks.mesh import BatchMesh
 from cp_runtime.errors import MirrorError
@@ -83,6 +86,17 @@ def only(names, patch):
     return lambda name, weight: patch(name, weight) if name.endswith(names) else None
 
 
+class OfAPack(adapters.LoRAAdapter):
+    """A kind of patch that no ComfyUI knows, of a node pack."""
+
+    def calculate_weight(self, weight, *args, **kwargs):
+        return weight * self.weights[0]
+
+
+def shared_out(weight):
+    return weight.flip(0) / 2
+
+
 FORMS = {
     "diff": lambda name, weight: ("diff", (changed(name, weight),)),
     "set": lambda name, weight: ("set", (weight.float() + changed(name, weight),)),
@@ -90,11 +104,12 @@ FORMS = {
         None if name.endswith((".weight", ".bias")) else ("diff", (changed(name, weight),))
     ),
     "biases": only(".bias", lambda name, weight: ("diff", (changed(name, weight),))),
+    "an adapter of a pack": lambda name, weight: OfAPack(set(), (1.5 + drawn(name, *weight.shape[:1], *(1,) * (weight.ndim - 1)),)),
     **{adapter: low_rank(adapter) for adapter in ("lora", "dora", "loha", "lokr", "glora", "oft", "boft")},
     "a wider input, padded": only(INPUTS, lambda name, weight: ("diff", (0.2 * drawn(name, *wider(weight)), {"pad_weight": True}))),
     "a wider input by LoRA": only(INPUTS, widened_by_lora),
 }
-ROWS, SWAPPED = "of the first rows", "with a function"
+ROWS, SWAPPED, OWN = "of the first rows", "with a function", "with a function of a pack"
 
 
 def patched(patcher, form):
@@ -106,6 +121,8 @@ def patched(patcher, form):
         elif form == SWAPPED:
             key, patch = (name, None, comfy.utils.swap_scale_shift), ("diff", (changed(name, weight),))
             patch = patch if weight.ndim == 2 and not len(weight) % 2 else None
+        elif form == OWN:
+            key, patch = (name, None, shared_out), ("diff", (changed(name, weight),))
         else:
             key, patch = name, FORMS[form](name, weight)
         if patch is not None:
@@ -146,24 +163,16 @@ def inputs_of(model):
     return {name: drawn(name, *shape) for name, shape in shapes.items()} | {"timestep": torch.tensor([500.0])}
 
 
-class OfAPack(adapters.LoRAAdapter):
-    """A kind of patch that no ComfyUI knows."""
-
-
-class Stored(torch.nn.Parameter):
-    """A weight of a loader of another pack."""
-
-
 def refusal(patch, function=None):
     try:
-        return encode_weight_patches({"a.weight": [(1.0, patch, 1.0, None, function)]})
+        return written_patches({"a.weight": [(1.0, patch, 1.0, None, function)]})
     except MirrorError as error:
         return str(error)
 
 
+gone = types.FunctionType((lambda weight: weight).__code__, {"__name__": "a_pack"}, "gone")
 torch.set_grad_enabled(False)
-other_weight = [(torch.zeros(2).as_subclass(Stored), lambda weight, **_: weight)]
-report(model="", form="refused", said=[refusal(OfAPack(set(), ())), refusal(other_weight), refusal(("diff", ()), torch.neg)])
+report(model="", form="refused", said=[refusal(OfAPack(set(), (threading.Lock(),))), refusal(("diff", ()), gone)])
 for own, others, forms in json.loads(names):
     paths = [os.path.join(folder, f"{name}.safetensors") for name in (own, others)]
     stock, other = (comfy.sd.load_diffusion_model(path, disable_dynamic=True) for path in paths)

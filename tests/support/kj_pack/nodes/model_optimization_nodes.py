@@ -85,26 +85,31 @@ class WanAttentionPatch(_Bound):
 
     def __get__(self, module: Any, owner: Any = None) -> Any:
         def wrapped_attention(module: Any, *args: Any, **kwargs: Any) -> Any:
-            return self.forward(module, *args, **kwargs)
+            module.num_frames, module.enhance_weight = self.num_frames, self.enhance_weight
+            return enhanced(module, *args, **kwargs)
 
         return types.MethodType(wrapped_attention, module)
 
-    def forward(self, module: Any, x: Any, freqs: Any, transformer_options: Any = None) -> Any:
-        shape, frames = (*x.shape[:2], module.num_heads, module.head_dim), self.num_frames
-        q, k = (self._rotated(norm(projection(x)).view(shape), freqs)
-                for norm, projection in ((module.norm_q, module.q), (module.norm_k, module.k)))  # fmt: skip
-        of_place = [t.unflatten(1, (frames, -1)).permute(0, 2, 3, 1, 4).flatten(0, 2) for t in (q, k)]
-        shares = torch.softmax((of_place[0] @ of_place[1].mT).float() * module.head_dim**-0.5, -1)
-        others = shares[:, ~torch.eye(frames, dtype=torch.bool)]
-        out = attention.optimized_attention(
-            q.flatten(2), k.flatten(2), module.v(x), heads=module.num_heads, transformer_options=transformer_options
-        )
-        return module.o(out) * max(1.0, float(others.mean()) * (frames + self.enhance_weight))
 
-    @staticmethod
-    def _rotated(x: Any, freqs: Any) -> Any:
-        pairs = x.to(freqs.dtype).reshape(*x.shape[:-1], -1, 1, 2)
-        return (freqs[..., 0] * pairs[..., 0] + freqs[..., 1] * pairs[..., 1]).reshape(x.shape).type_as(x)
+def enhanced(module: Any, x: Any, freqs: Any, transformer_options: Any = None) -> Any:
+    """Attend without options, as some versions of the pack do."""
+    shape = (*x.shape[:2], module.num_heads, module.head_dim)
+    q, k = (_rotated(norm(projection(x)).view(shape), freqs)
+            for norm, projection in ((module.norm_q, module.q), (module.norm_k, module.k)))  # fmt: skip
+    factor = get_feta_scores(q, k, module.num_frames, module.enhance_weight)
+    return module.o(attention.optimized_attention(q.flatten(2), k.flatten(2), module.v(x), heads=module.num_heads)) * factor
+
+
+def _rotated(x: Any, freqs: Any) -> Any:
+    pairs = x.to(freqs.dtype).reshape(*x.shape[:-1], -1, 1, 2)
+    return (freqs[..., 0] * pairs[..., 0] + freqs[..., 1] * pairs[..., 1]).reshape(x.shape).type_as(x)
+
+
+def get_feta_scores(query: Any, key: Any, num_frames: int, enhance_weight: float) -> Any:
+    of_place = [t.unflatten(1, (num_frames, -1)).permute(0, 2, 3, 1, 4).flatten(0, 2) for t in (query, key)]
+    shares = torch.softmax((of_place[0] @ of_place[1].mT).float() * query.shape[-1] ** -0.5, -1)
+    others = shares[:, ~torch.eye(num_frames, dtype=torch.bool)]
+    return (others.mean() * (num_frames + enhance_weight)).clamp(min=1)
 
 
 class WanVideoEnhanceAVideoKJ:
@@ -152,11 +157,18 @@ class WanChunkFeedForward:
         return (patched,)
 
 
+def without_helper(module: Any, *args: Any, **kwargs: Any) -> Any:
+    return type(module).forward(module, *args, **kwargs)
+
+
+without_helper.__qualname__ = "WanAttentionPatch.__get__.<locals>.wrapped_attention"
+
+
 class TestOtherVersion:
     """The same patches, with something else in them."""
 
     RETURN_TYPES, FUNCTION, CATEGORY = ("MODEL",), "execute", "test"
-    KINDS = ("another field", "another type", "another closure", "another place", "another module")
+    KINDS = ("another field", "another closure", "another place", "another module", "another helper")
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
@@ -164,7 +176,7 @@ class TestOtherVersion:
 
     def execute(self, model: Any, kind: str) -> Any:
         patched, blocks = model.clone(), model.get_model_object("diffusion_model").blocks
-        made: Any = WanffnChunkPatch(2.0 if kind == "another type" else 2, 8)  # type: ignore[arg-type]
+        made: Any = WanffnChunkPatch(2, 8)
         if kind == "another field":
             made.overlap = 1
         bound = made.__get__(blocks[1 if kind == "another module" else 0].ffn)
@@ -176,5 +188,8 @@ class TestOtherVersion:
 
             wrapped_forward.__qualname__ = forward.__qualname__
             bound = types.MethodType(wrapped_forward, blocks[0].ffn)
-        patched.add_object_patch(REPLACED.format(0, "cross_attn" if kind == "another place" else "ffn"), bound)
+        place = {"another place": "cross_attn", "another helper": "self_attn"}.get(kind, "ffn")
+        if kind == "another helper":
+            bound = types.MethodType(without_helper, blocks[0].self_attn)
+        patched.add_object_patch(REPLACED.format(0, place), bound)
         return (patched,)
