@@ -2,8 +2,8 @@
 
 import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
+import { graphs } from "./panel/graphs.js";
 import { t } from "./panel/texts.js";
-import { graphs } from "./use_all_gpus.js";
 
 const DEVICES = "/context_parallel/devices";
 const ACTIVE = 0; // mode of a node

@@ -5,6 +5,7 @@
 import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
 import { aloneIn, choice, forget, foundDevices } from "./devices.js";
+import { graphs } from "./panel/graphs.js";
 import { t } from "./panel/texts.js";
 
 const APPLY = "ApplyContextParallel";
@@ -19,12 +20,6 @@ const INPUT = -10; // what ComfyUI calls the origin of a link that comes from ou
 const OUTPUT = -20;
 const GAP = 30; // pixels between nodes
 const TITLE = 30; // height of a title, which stands above a node's position
-
-/** The open graph and its subgraphs. */
-export function graphs() {
-  const root = app.rootGraph ?? app.graph.rootGraph ?? app.graph;
-  return [root, ...(root.subgraphs?.values() ?? [])];
-}
 
 // Links of a subgraph that was made in the browser name its edge by text, those of a loaded one by number.
 const fromOutside = (link) => Number(link.origin_id) === INPUT;

@@ -253,7 +253,7 @@ class BatchSlice:
                     f"batch_degree: an output of shape {tuple(tensor.shape)}, for {stop - start} items of the batch, cannot be put "
                     "together by items. Set batch_degree=1."
                 )
-        return self._shares.gather(out, self._mesh)
+        return self._mesh.gather(self._shares, out)
 
 
 def map_outputs(out: Any, function: Callable[[Any], Any]) -> Any:

@@ -221,7 +221,7 @@ class Mirrors:
             staged = Staged(**pipeline.described(settings))
         launched = time.perf_counter() - began
         ring, ulysses = planner.chosen or (1, 1)
-        return part.shares.gather(map_tensors(out, _undressed), part.mesh), CallOutcome(
+        return part.mesh.gather(part.shares, map_tensors(out, _undressed)), CallOutcome(
             degrees={"ulysses": ulysses, "ring": ring, "batch": part.shares.groups, **(staged.degrees if staged else {})},
             at_work=part.shares.groups * planner.ranks * (1 if settings is None else settings.stages),
             tokens={name: held for name, (_, held) in state.tokens().items()},

@@ -54,7 +54,7 @@ def call_vae(
                 mirror.model, row_plan_for(mirror.model), run, part, mesh=sequence, ratio=arguments["ratio"],
                 first_only=shares.groups == 1, on_convolution=on_step,
             )  # fmt: skip
-            out = shares.gather(out, mesh)
+            out = mesh.gather(shares, out)
             degrees = {"rows": sequence.size, "batch": shares.groups}
     return out, CallOutcome(degrees=degrees, at_work=math.prod(degrees.values()), room=room(mirrors.device))
 

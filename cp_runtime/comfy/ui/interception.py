@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from weakref import ref
 
 import torch
@@ -25,6 +25,7 @@ from ...controller.calls import ModelCall
 from ...errors import MirrorError, RankError, UnsentError, UnsupportedError
 from ...families import PLANS, class_name
 from ...nested import tensors
+from ...pool.config import RuntimeConfig
 from ..shared.forward import CONDITIONINGS
 from ..shared.patches import applied_patches
 from ..shared.weights import PREFIX, model_dtype
@@ -35,11 +36,22 @@ from .obstacles import check_call, check_own_forward, compile_of, computes_here,
 from .options import SENDABLE, plain_options
 from .watching import has_foreign_wrapper
 
-if TYPE_CHECKING:
-    from .patcher import ContextParallelPatcher
-
 IN_PLACE = ("control",)  # residuals: each rank copies only its part
 TEXTS = ("preprocess_text_embeds", "preprocess_prefix")
+
+
+class Owner(Protocol):
+    """What is used here of a `patcher.ContextParallelPatcher`."""
+
+    model: Any
+    cp_run: Any
+    cp_config: RuntimeConfig
+
+    def refuse_call(self, error: UnsupportedError) -> None: ...
+
+    def call_workers(self, call: ModelCall) -> Any: ...
+
+    def note_steps(self, steps: int) -> None: ...
 
 
 class Replacement:
@@ -48,7 +60,7 @@ class Replacement:
 
     sends_to_workers = True
 
-    def __init__(self, owner: ContextParallelPatcher, model: nn.Module, method: str, guard: ModuleGuard) -> None:
+    def __init__(self, owner: Owner, model: nn.Module, method: str, guard: ModuleGuard) -> None:
         self.owner, self.base, self.model, self.method, self.guard = ref(owner), ref(owner.model), model, method, guard
         self.stock: Callable[..., Any] = getattr(type(model), method).__get__(model)
 
@@ -64,21 +76,21 @@ class Replacement:
             )
         return self.run(owner, args, kwargs)
 
-    def run(self, owner: ContextParallelPatcher, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, owner: Owner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError
 
 
 class WorkerForward(Replacement):
     """Replacement for the innermost forward: sends its calls to the workers."""
 
-    def __init__(self, owner: ContextParallelPatcher, model: nn.Module, method: str, guard: ModuleGuard) -> None:
+    def __init__(self, owner: Owner, model: nn.Module, method: str, guard: ModuleGuard) -> None:
         super().__init__(owner, model, method, guard)
         self.signature = inspect.signature(self.stock)
         self.leading = tuple(self.signature.parameters)[:2]  # the latent and the timestep
         plan = PLANS.get(class_name(model))
         self.rebuilt = [path.split(".") for path in plan.rebuilt] if plan else []
 
-    def run(self, owner: ContextParallelPatcher, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, owner: Owner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         arguments = self._named(args, kwargs)
         options = arguments.get("transformer_options") or {}
         latent = next(tensors(arguments[self.leading[0]]))  # nested: video, audio
@@ -190,7 +202,7 @@ class ModuleGuard:
 
     sends_to_workers = True
 
-    def __init__(self, owner: ContextParallelPatcher) -> None:
+    def __init__(self, owner: Owner) -> None:
         self.owner, self.base = ref(owner), ref(owner.model)
         self.is_lifted = False
 
@@ -218,7 +230,7 @@ class ModuleGuard:
 class GuardedForward(Replacement):
     """Replacement that refuses a `forward` which may bypass the innermost method and would then run in this process."""
 
-    def run(self, owner: ContextParallelPatcher, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, owner: Owner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             options_for_ranks(kwargs.get("transformer_options") or {}, owner, owner.cp_config)
         except UnsupportedError as error:
@@ -234,7 +246,7 @@ class LocalTexts(Replacement):
     called modules get their weights for the duration, patched as ComfyUI does at load.
     """
 
-    def run(self, owner: ContextParallelPatcher, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, owner: Owner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         text = next(tensors([list(args), kwargs]), None)
         with self.guard.lifted(), nullcontext() if text is None else weights_at(owner, self.model, text.device):
             return self.stock(*args, **kwargs)
@@ -278,7 +290,7 @@ def weights_at(patcher: ModelPatcher, model: nn.Module, device: torch.device) ->
             owner[name] = value
 
 
-def intercept(owner: ContextParallelPatcher, model: nn.Module) -> None:
+def intercept(owner: Owner, model: nn.Module) -> None:
     innermost, own = innermost_method(model), vars(type(model))
     replacements: dict[str, type[Replacement]] = {innermost: WorkerForward}
     if innermost == "_forward" and "forward" in own and "_forward" not in own:  # may bypass `_forward`

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...controller.placement import Demand
 from ...pool.messages import Described
-
-if TYPE_CHECKING:
-    from ..shared.values import Value
-    from .values import ModelValue
+from ..shared.values import Value
 
 Asking = Callable[[Collection[str]], Sequence[Described]]
 """Asks the ranks what they compute with, after they have imported these packs as well."""
@@ -26,7 +23,6 @@ class ModelNotes:
     """Notes on a `BaseModel`.
 
     Args:
-        value: what the ranks get of it, once somebody has asked for that.
         key: of its value, once the controller counts this model as a user of it.
         name, kind: see `names`.
         local: it runs in this process on one device, although the graph has ranks for it.
@@ -35,7 +31,6 @@ class ModelNotes:
         found: its value then, or since.
     """
 
-    value: ModelValue | None = None
     key: str = ""
     name: str = ""
     kind: str = ""

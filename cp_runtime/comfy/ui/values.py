@@ -14,6 +14,7 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
+from weakref import WeakKeyDictionary
 
 import comfy.ops
 import torch
@@ -31,11 +32,11 @@ from ..shared.fingerprint import PLAIN
 from ..shared.modules import LOADER_SETTINGS
 from ..shared.values import Facts, Place, Value, extent
 from ..shared.weights import AS_IN_FILE, PREFIX, is_dynamic, is_small, model_dtype, network_of, sample
-from .notes import notes_of
 from .objects import Settings, Written, write
 from .packs import PACKAGE
 
 LARGE = 1 << 20  # bytes
+_VALUES: WeakKeyDictionary[Any, ModelValue] = WeakKeyDictionary()
 _SERIAL = itertools.count(1)
 
 
@@ -291,9 +292,7 @@ class ModelValue:
 
 def value_of(model: Any) -> ModelValue:
     """Return the value of a `BaseModel` or VAE; it is made at first use."""
-    notes = notes_of(model)
-    notes.value = notes.value or ModelValue()
-    return notes.value
+    return _VALUES.setdefault(model, ModelValue())
 
 
 def _stays_as_in_file(module: nn.Module) -> bool:

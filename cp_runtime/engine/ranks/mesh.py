@@ -16,9 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...compat import flatten_mesh, timeout_of
 from ...errors import ConfigError, PlanError
+from ...nested import map_tensors
 from ..exchange.exchange import exchange_of
 from .collectives import CommStats, RankGroup
-from .sharding import Shares
+from .sharding import BatchShares, Shares
 
 AXES = ("ring", "ulysses")
 
@@ -307,6 +308,17 @@ class BatchMesh(SequenceMesh):
 
     def index(self, groups: int) -> int:
         return next(index for index, ranks in enumerate(self.members(groups)) if self.rank in ranks)
+
+    def gather(self, shares: BatchShares, out: Any) -> Any:
+        """Concatenate the groups' outputs along dimension 0: a tensor, or a list or tuple of tensors."""
+        if shares.groups == 1:
+            return out
+        lengths = [0] * self.size
+        for group, ranks in enumerate(self.members(shares.groups)):
+            start, stop = shares.owned(group)
+            lengths[ranks[0]] = stop - start  # a group's first rank contributes for all of it
+        own = lengths[self.whole.rank]
+        return map_tensors(out, lambda t: self.whole.all_gather([t[:own]], lengths, 0)[0])
 
     def group_shares(self, groups: int) -> Shares:
         """Return the shares of the batch groups: the sums of their ranks' shares."""

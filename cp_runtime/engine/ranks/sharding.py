@@ -24,16 +24,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...errors import PlanError
 from ...nested import map_tensors
-
-if TYPE_CHECKING:
-    from .mesh import BatchMesh
 
 Segment = tuple[int, int]
 Shares = tuple[int, ...]
@@ -327,14 +324,3 @@ class BatchShares:
             return dict(arguments)
         start, stop = self.held(group)
         return {k: map_tensors(v, lambda t: t[start:stop]) if k in self.stacked else v for k, v in arguments.items()}
-
-    def gather(self, out: Any, mesh: BatchMesh) -> Any:
-        """Concatenate the groups' outputs along dimension 0: a tensor, or a list or tuple of tensors."""
-        if self.groups == 1:
-            return out
-        lengths = [0] * mesh.size
-        for group, ranks in enumerate(mesh.members(self.groups)):
-            start, stop = self.owned(group)
-            lengths[ranks[0]] = stop - start  # a group's first rank contributes for all of it
-        own = lengths[mesh.whole.rank]
-        return map_tensors(out, lambda t: mesh.whole.all_gather([t[:own]], lengths, 0)[0])

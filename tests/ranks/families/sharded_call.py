@@ -31,7 +31,7 @@ def call(installed, inputs, options, mesh, config, *, batches=1, weights=None):
     shares = share_out(arguments, leading, mesh.size, degree, installed.plan.shares_sequence, mesh.group_shares)
     part = take_items(shares, arguments, mesh.index(shares.groups))
     out, state = run_sharded(installed, method, clone(part), mesh.sequence(shares.groups), lambda shape: config, weights=weights)
-    return shares.gather(out, mesh), state
+    return mesh.gather(shares, out), state
 
 
 def staged_call(installed, pipeline, inputs, options, mesh, settings, batches=1):
@@ -48,7 +48,7 @@ def staged_call(installed, pipeline, inputs, options, mesh, settings, batches=1)
     out, _ = run_staged(
         installed, pipeline, method, part, own.sequence(shares.groups), lambda shape: config, settings, leading, apart
     )
-    return shares.gather(out, own)
+    return own.gather(shares, out)
 
 
 @contextmanager
