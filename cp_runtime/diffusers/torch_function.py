@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ..compat import frames_are_compiled, fused_attention_functions, not_compiled
-from ..engine.attention.opaque import COMPILING, attention
+from ..engine.attention.opaque import COMPILING, Asked, attention
 from ..engine.call import RunningCall
 from ..engine.hooks import from_text
 from ..engine.ranks.collectives import RankGroup
@@ -97,27 +97,14 @@ class SharedAttention(TorchFunctionMode):
         out = self._attend(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa, of.name, of.streams)
         return out.transpose(-3, -2)
 
-    def answer(
-        self,
-        q_BLHD: Tensor,
-        k_BLKD: Tensor,
-        v_BLKD: Tensor,
-        mask: Tensor | None,
-        *,
-        backend: str,
-        scale: float | None,
-        precision: torch.dtype | None,
-        grouped: bool,
-        low_precision: bool,
-        local: bool,
-    ) -> Tensor:
-        """Attend for compiled code: see `opaque.attention`. `low_precision`: it is causal."""
+    def answer(self, asked: Asked) -> Tensor:
+        """Attend for compiled code. `asked.low_precision`: it is causal."""
         scope = self._call.scope
-        said, traced = from_text(backend)
-        candidates = traced if said or (scope.derived and backend) else scope.streams
+        said, traced = from_text(asked.backend)
+        candidates = traced if said or (scope.derived and asked.backend) else scope.streams
         self._answering = True
         try:
-            return self._attend(q_BLHD, k_BLKD, v_BLKD, mask, 0.0, low_precision, scale, grouped, scope.name, candidates)
+            return self._attend(*asked[:4], 0.0, asked.low_precision, asked.scale, asked.grouped, scope.name, candidates)
         finally:
             self._answering = False
 

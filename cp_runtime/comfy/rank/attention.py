@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...engine.attention.context_parallel import Attend
-from ...engine.attention.opaque import COMPILING, Server, attention
+from ...engine.attention.opaque import COMPILING, Asked, Server, attention
 from ...engine.call import RunningCall
 from ..shared.attention import SAGE_MODES, attention_function
 from .sparse import SparseAttention
@@ -134,29 +134,17 @@ def compiled_attention(call: RunningCall) -> Server:
     """Return the server for the attention of compiled blocks in a call."""
     known = functions()
 
-    def attend(
-        q_BLHD: Tensor,
-        k_BLKD: Tensor,
-        v_BLKD: Tensor,
-        mask: Tensor | None,
-        *,
-        backend: str,
-        scale: float | None,
-        precision: torch.dtype | None,
-        grouped: bool,
-        low_precision: bool,
-        local: bool,
-    ) -> Tensor:
-        func = getattr(known, backend, None) or attention_function(backend)
-        kwargs: dict[str, Any] = {"low_precision_attention": low_precision}
-        if scale is not None:
-            kwargs["scale"] = scale
-        if grouped:
+    def attend(asked: Asked) -> Tensor:
+        func = getattr(known, asked.backend, None) or attention_function(asked.backend)
+        kwargs: dict[str, Any] = {"low_precision_attention": asked.low_precision}
+        if asked.scale is not None:
+            kwargs["scale"] = asked.scale
+        if asked.grouped:
             kwargs["enable_gqa"] = True
-        if not local and not call.attention_is_local:
-            return _shared(call, func, q_BLHD, k_BLKD, v_BLKD, mask, precision, kwargs)
-        q_BHLD, k_BKLD, v_BKLD = (t.transpose(1, 2) for t in (q_BLHD, k_BLKD, v_BLKD))
-        return _attend_with(func, precision, kwargs)(q_BHLD, k_BKLD, v_BKLD, mask).transpose(1, 2)
+        if not asked.local and not call.attention_is_local:
+            return _shared(call, func, *asked[:4], asked.precision, kwargs)
+        q_BHLD, k_BKLD, v_BKLD = (t.transpose(1, 2) for t in asked[:3])
+        return _attend_with(func, asked.precision, kwargs)(q_BHLD, k_BKLD, v_BKLD, asked.mask).transpose(1, 2)
 
     return attend
 

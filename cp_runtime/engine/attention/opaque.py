@@ -10,14 +10,42 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ...errors import PlanError
 
-Server = Callable[..., Tensor]
-"""Attention of a running call: takes the operator's arguments, from `backend` on by name."""
+
+class Asked(NamedTuple):
+    """One attention of compiled code.
+
+    Args:
+        q, k, v: `[B, L, H, D]`, `[B, S, K, D]`, `[B, S, K, E]`.
+        mask: additive or boolean, with as many dimensions as the model gives it.
+        backend: name of the attention function that the model asked for, or of the scope that it is in.
+        scale: factor for the scores; None = 1 / sqrt(D).
+        precision: least precision of the scores.
+        grouped: K divides H, and each key serves H/K heads.
+        low_precision: whether quantised scores will do.
+        local: no communication, whatever the tokens, because the plan says so for a module around it.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    backend: str
+    scale: float | None
+    precision: torch.dtype | None
+    grouped: bool
+    low_precision: bool
+    local: bool
+
+
+Server = Callable[[Asked], Tensor]
+"""Attention of a running call, `[B, L, H, E]`."""
 
 
 @dataclass
@@ -64,27 +92,10 @@ def attention(
     low_precision: bool,
     local: bool,
 ) -> Tensor:
-    """Compute attention through the running call.
-
-    Args:
-        q, k, v: `[B, L, H, D]`, `[B, S, K, D]`, `[B, S, K, E]`.
-        mask: additive or boolean, with as many dimensions as the model gives it.
-        backend: name of the attention function that the model asked for, or of the scope that it is in.
-        scale: factor for the scores; None = 1 / sqrt(D).
-        precision: least precision of the scores.
-        grouped: K divides H, and each key serves H/K heads.
-        low_precision: whether quantised scores will do.
-        local: no communication, whatever the tokens, because the plan says so for a module around it.
-
-    Returns:
-        `[B, L, H, E]`, contiguous.
-    """
+    """Compute attention through the running call, `[B, L, H, E]`, contiguous. For the arguments see `Asked`: torch wants each."""
     if not _servers:
         raise PlanError("a compiled block ran outside of a sharded call")
-    out = _servers[-1](
-        q, k, v, mask, backend=backend, scale=scale, precision=precision, grouped=grouped, low_precision=low_precision, local=local
-    )
-    return out.contiguous()
+    return _servers[-1](Asked(q, k, v, mask, backend, scale, precision, grouped, low_precision, local)).contiguous()
 
 
 @attention.register_fake
