@@ -76,9 +76,9 @@ class Journal:
             if run.last is None and run.per_call:
                 self._times.add(run.kind, run.machine, run.per_call)
         self._times.save()
-        self.did_well()
+        self.run_succeeded()
 
-    def did_well(self) -> None:
+    def run_succeeded(self) -> None:
         """Record that a run, of a model or of a VAE, has ended well: an earlier error is over."""
         self.last_error = None
         self.changed.set()

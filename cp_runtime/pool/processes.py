@@ -99,7 +99,7 @@ class RankProcess:
         """Take what comes before the frames of a rank."""
 
     def _run(self, started: Future[tuple[int, Outbox]], command: list[str], environment: dict[str, str]) -> None:
-        """Start it, read what it sends, and wait for its end, in the thread that must not end before: see `system.end_with`."""
+        """Start it, read what it sends, and wait for its end. This thread must not end before: see `system.die_with_parent`."""
         try:
             process, outbox, source = _start(command, environment, self.log.fd)
         except BaseException as error:  # noqa: BLE001  (raised where it is waited for)

@@ -12,7 +12,7 @@ import torch
 from ..system import system
 
 DEVICES = Path("/sys/bus/pci/devices")
-MOST = 4  # threads: what is left for the host are copies, and those of many threads wait for each other
+HOST_THREADS = 4  # threads: what is left for the host are copies, and those of many threads wait for each other
 
 
 def stay_near(device: torch.device, ranks: int) -> None:
@@ -23,7 +23,7 @@ def stay_near(device: torch.device, ranks: int) -> None:
     """
     cores = system.cores()
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, min(MOST, len(cores) // (ranks + 1))))
+        torch.set_num_threads(max(1, min(HOST_THREADS, len(cores) // (ranks + 1))))
     if near := _near(device) & cores:
         with contextlib.suppress(OSError):  # a container may forbid it
             system.keep_to(near)

@@ -77,7 +77,7 @@ def run(there: bool) -> None:
     for stream in (sys.stdout, sys.stderr):  # pipes: elsewhere than in a terminal, not every system writes all letters
         stream.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]
     site = json.loads(inbox.get().header)
-    system.end_with(os.getppid() if there else site["parent"])
+    system.die_with_parent(os.getppid() if there else site["parent"])
     own = import_by_name(f"{PACKAGE}.pool.reached").prepare(inbox, site) if there else {}
     system.name_process("cp-waiting")
     set_search_path(site["path"])

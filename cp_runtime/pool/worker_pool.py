@@ -362,7 +362,7 @@ class WorkerPool:
         here = WAITING.take(self.site, environment, local)
         self.processes[:local] = here  # an earlier start's until now: the status must find one
         for rank, machine in enumerate(self.config.machines):
-            device, only = system.seeing_only(split_device(self.config.devices[rank])[1])
+            device, only = system.visibility_env(split_device(self.config.devices[rank])[1])
             spec = self._spec(rank, way) | {"device": device}
             own = environment | way.environment | across | only | (as_host(rank) if as_hosts else {})
             hear = partial(self._hear, self._heard, rank)

@@ -171,7 +171,7 @@ def wait_for(process: subprocess.Popen[bytes]) -> None:
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
 
 
-def end_with(parent: int) -> None:
+def die_with_parent(parent: int) -> None:
     """End this process when the parent ends, whatever ends it and whatever this process does then, such as holding the GIL in C.
 
     That takes the end of the parent's thread that started this one.
@@ -263,7 +263,7 @@ def hidden_gpus() -> list[tuple[str, int, tuple[int, int]]]:
     return []
 
 
-def seeing_only(device: str) -> tuple[str, dict[str, str]]:
+def visibility_env(device: str) -> tuple[str, dict[str, str]]:
     """Return (the device's name in its rank, environment variables of that)."""
     return device, {}
 
@@ -276,7 +276,7 @@ def loopback() -> str:
 # Between ranks
 
 
-def home() -> int:
+def host_id() -> int:
     """Return a number that ranks share if they are on one computer and in one container."""
     spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "net")]
     return zlib.crc32(Path("/proc/sys/kernel/random/boot_id").read_bytes() + "".join(spaces).encode())
@@ -331,7 +331,7 @@ class Semaphores:
         return False
 
 
-def give_way() -> None:
+def yield_core() -> None:
     """Let another process have this core."""
     os.sched_yield()
 

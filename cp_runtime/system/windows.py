@@ -229,7 +229,7 @@ def wait_for(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def end_with(parent: int) -> None:
+def die_with_parent(parent: int) -> None:
     """Do nothing: the parent's job does."""
 
 
@@ -335,7 +335,7 @@ def hidden_gpus() -> list[tuple[str, int, tuple[int, int]]]:
     return found
 
 
-def seeing_only(device: str) -> tuple[str, dict[str, str]]:
+def visibility_env(device: str) -> tuple[str, dict[str, str]]:
     """Let a rank open one GPU: see `hidden_gpus`. Where the user names some (`CUDA_VISIBLE_DEVICES`), a number counts these."""
     kind, _, number = device.partition(":")
     if kind != "cuda":
@@ -353,7 +353,7 @@ def loopback() -> str:
 # Between ranks
 
 
-def home() -> int:
+def host_id() -> int:
     """Return a constant: other computers do not join here."""
     return 1
 
@@ -383,7 +383,7 @@ class Semaphores:
         return bool(found == 0)
 
 
-def give_way() -> None:
+def yield_core() -> None:
     time.sleep(0)
 
 

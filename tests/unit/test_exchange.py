@@ -32,7 +32,7 @@ def made(ranks=2, pids=(), timeout=20.0):
     pids = pids or [os.getpid()] * ranks
     found = []
     for rank in range(ranks):
-        told = [[system.home(), os.getpid(), each.number, *each.token] for each, _ in own]
+        told = [[system.host_id(), os.getpid(), each.number, *each.token] for each, _ in own]
         opened = [exchange._open(numbers, ranks, own[rank][1])[0] for numbers in told]
         found.append(exchange.Exchange(rank, opened, [system.Process(pid) for pid in pids], own[rank][1], timeout))
     return found
@@ -348,7 +348,7 @@ def test_only_the_memory_that_is_meant_is_opened(tmp_path):
     """Numbers of processes and descriptors mean something else in another container or computer."""
     own, signals = exchange._make(2)
     other, _ = exchange._make(2)
-    here, pid = system.home(), os.getpid()
+    here, pid = system.host_id(), os.getpid()
     assert exchange._open([here, pid, own.number, *own.token], 2, signals) is not None
     assert exchange._open([here + 1, pid, own.number, *own.token], 2, signals) is None
     assert exchange._open([here, pid, other.number, *own.token], 2, signals) is None
@@ -359,13 +359,13 @@ def test_only_the_memory_that_is_meant_is_opened(tmp_path):
     assert exchange._open([0] * 5, 2, signals) is None
 
 
-@pytest.mark.parametrize("lacks", ["sem_clockwait", "memfd_create", "room", "home"])
+@pytest.mark.parametrize("lacks", ["sem_clockwait", "memfd_create", "room", "host_id"])
 def test_without_what_it_takes_there_is_no_exchange(monkeypatch, lacks):
     def no_room(*_):
         raise OSError("no space left")
 
     function = posix._function
-    if lacks == "home":
+    if lacks == "host_id":
         monkeypatch.setattr(os, "readlink", no_room)  # as where /proc is hidden
     elif lacks == "room":
         monkeypatch.setattr(os, "posix_fallocate", no_room)

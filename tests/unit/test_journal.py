@@ -252,7 +252,7 @@ def test_runs_are_measured_by_themselves_once_and_where_that_is_a_small_part_of_
 
 def test_errors_are_kept_when_they_are_over(journal):
     first, second = (journal.fail(MirrorError(text), None) for text in ("one", "two"))
-    journal.did_well()
+    journal.run_succeeded()
     assert journal.last_error is None
     assert list(journal.errors) == [second, first]
 

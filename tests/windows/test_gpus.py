@@ -63,6 +63,6 @@ def test_a_rank_sees_its_own_only(monkeypatch, named, gpus, own, more):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if named is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
-    assert system.seeing_only("cuda:1") == ("cuda:0", {"CUDA_VISIBLE_DEVICES": own, **more})
-    assert system.seeing_only("cpu") == ("cpu", {})
+    assert system.visibility_env("cuda:1") == ("cuda:0", {"CUDA_VISIBLE_DEVICES": own, **more})
+    assert system.visibility_env("cpu") == ("cpu", {})
     system.hidden_gpus.cache_clear()

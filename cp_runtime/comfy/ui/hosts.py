@@ -14,7 +14,7 @@ from ...pool.worker_pool import WorkerPool
 from .runtime import CONTROLLER, device_inventory, worker_site
 
 CHECKING, WORKING = "checking", "working"
-MOST = 20  # hosts that are remembered
+REMEMBERED_HOSTS = 20  # hosts that are remembered
 
 
 class Hosts:
@@ -65,7 +65,7 @@ class Hosts:
 
     def _note(self, host: str, state: str, reason: str, devices: list[dict[str, Any]]) -> dict[str, Any]:
         found = self._checked[host] = {"host": host, "state": state, "reason": reason, "devices": devices}
-        while len(self._checked) > MOST:
+        while len(self._checked) > REMEMBERED_HOSTS:
             del self._checked[next(iter(self._checked))]
         CONTROLLER.journal.changed.set()
         return found

@@ -39,7 +39,7 @@ from .names import kind_of, name_of
 from .notes import ON_RANKS, notes_of, on_ranks
 from .obstacles import check_model, check_stages
 from .progress import with_cancel
-from .residency import convert, give_back, make_way
+from .residency import convert, free_ui_memory, give_back
 from .runtime import CONTROLLER
 from .target import Target
 from .values import value_of
@@ -212,10 +212,10 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         self.model.current_weight_patches_uuid = ON_RANKS
 
     def load_on_ranks(self) -> int:
-        """Load the model onto the ranks, after `make_way`. Return the additional bytes on this process's device. Raises
+        """Load the model onto the ranks, after `free_ui_memory`. Return the additional bytes on this process's device. Raises
         UnsupportedError if no placement fits."""
         before = self.loaded_size()
-        make_way(self.model)
+        free_ui_memory(self.model)
         self.on_ranks(lambda target, cancelled: CONTROLLER.load(self.cp_config, target, executing_node(), cancelled))
         return self.loaded_size() - before
 

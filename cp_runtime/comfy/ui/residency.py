@@ -2,9 +2,9 @@
 
 | Memory of this process | freed by |
 |---|---|
-| DynamicVRAM's pages of a model, left by a run without context parallelism | `make_way`, before the ranks load the model |
-| the model itself, with --highvram and --gpu-only | `make_way` |
-| torch's cache of freed memory | `make_way` |
+| DynamicVRAM's pages of a model, left by a run without context parallelism | `free_ui_memory`, before the ranks load the model |
+| the model itself, with --highvram and --gpu-only | `free_ui_memory` |
+| torch's cache of freed memory | `free_ui_memory` |
 | models that do not sample now | ComfyUI's own memory manager, or `free_for_ranks` where they or a rank out of memory need it |
 
 | Memory of the ranks | freed by |
@@ -35,7 +35,7 @@ from ..shared.weights import AS_IN_FILE, is_dynamic, is_small, model_dtype, netw
 from .notes import on_ranks
 
 _OF_PAGES = ("_v", "_v_signature", "_v_weight", "_v_bias")
-EVERYTHING = 1e32
+ALL_PAGES = 1e32
 LOADED_TOGETHER: WeakSet[Any] = WeakSet()
 """Patchers that ComfyUI loaded together with the last model for the ranks. It notes that a model is idle only where it makes room:
 on the device of that model."""
@@ -48,7 +48,7 @@ def give_back(model: Any) -> bool:
     """
     for device in vars(model).get("dynamic_pins", {}):
         owner = SimpleNamespace(model=model, load_device=device)
-        comfy.model_patcher.ModelPatcherDynamic.partially_unload_ram(owner, EVERYTHING)
+        comfy.model_patcher.ModelPatcherDynamic.partially_unload_ram(owner, ALL_PAGES)
     held = vars(model).get("dynamic_vbars", {})
     if not held:
         return False
@@ -82,7 +82,7 @@ def patcher_over(plain: Any) -> Any:
     return made
 
 
-def make_way(model: Any) -> None:
+def free_ui_memory(model: Any) -> None:
     """Free this process's memory for a `BaseModel` or a VAE on all devices, and torch's cache there.
 
     Its weights stay valid, in host memory: where they are not the pages of the file, with --highvram, they are copied there.

@@ -29,7 +29,7 @@ PAUSE = 0.2  # seconds at least between two events
 GRAIN = 16 << 20  # bytes; less is not worth an event
 LANGUAGES: dict[str, str] = {}
 """ComfyUI's language in each browser, by client id. Another client gets English."""
-MOST = 100  # browsers
+REMEMBERED_BROWSERS = 100  # browsers
 
 
 def add_routes(server: Any) -> None:
@@ -101,7 +101,7 @@ def add_routes(server: Any) -> None:
             return web.json_response({"error": public_message(error)}, status=400)
         LANGUAGES.pop(asked["client"], None)
         LANGUAGES[asked["client"]] = asked["language"]
-        while len(LANGUAGES) > MOST:
+        while len(LANGUAGES) > REMEMBERED_BROWSERS:
             del LANGUAGES[next(iter(LANGUAGES))]
         return web.json_response({"error": None})
 

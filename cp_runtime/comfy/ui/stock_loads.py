@@ -17,7 +17,7 @@ from .patcher import ContextParallelPatcher
 from .residency import LOADED_TOGETHER
 from .runtime import CONTROLLER
 
-EVERYTHING = 1e30
+WHOLE_DEVICE = 1e30
 """Bytes that ComfyUI asks for when it means the whole device, as for `/free`."""
 
 
@@ -38,7 +38,7 @@ def watch_stock_loads() -> None:
 
     @functools.wraps(stock_free)
     def free_memory(memory_required: float, device: torch.device, keep_loaded: Sequence[Any] = (), **kwargs: Any) -> Any:
-        if memory_required >= EVERYTHING:
+        if memory_required >= WHOLE_DEVICE:
             _drop_all_but(keep_loaded, device)
         elif comfy.model_management.get_free_memory(device) < memory_required:
             CONTROLLER.make_room(device)  # before any model has to go

@@ -90,7 +90,7 @@ def run_vae(
         mode = mode_for(vae, mode)
         ranked = RankedVAE(vae, config)
         out = exact(ranked.exact()) if mode == EXACT else ranked.tiled(tiles)
-        CONTROLLER.journal.did_well()
+        CONTROLLER.journal.run_succeeded()
         return out
     except UnsupportedError as error:
         raise_or_warn(error, config, "the VAE runs on a single device")

@@ -108,7 +108,7 @@ class Received:
 
     def __del__(self) -> None:
         if self._arrivals:
-            self._exchange.thrown_away.append(self.release)
+            self._exchange.abandoned.append(self.release)
 
 
 class Parts:
@@ -138,7 +138,7 @@ class Parts:
 
     def __del__(self) -> None:
         if self._arrivals or self._slot is not None:
-            self._exchange.thrown_away.append(self.release)
+            self._exchange.abandoned.append(self.release)
 
 
 class Exchange:
@@ -151,7 +151,7 @@ class Exchange:
         timeout: seconds to wait for a message.
 
     Attributes:
-        thrown_away: what releases messages that nobody waits for any more. Python throws away in any thread, and in the middle of
+        abandoned: what releases messages that nobody waits for any more. Python throws away in any thread, and in the middle of
             anything; the next message runs these.
     """
 
@@ -165,7 +165,7 @@ class Exchange:
         self._due = [deque[Arrival]() for _ in segments]  # of which pieces are missing, by sender
         self._unread = [deque[Arrival]() for _ in segments]
         self._numbers = [[0, 0] for _ in segments]  # messages to and from a rank
-        self.thrown_away = deque[Callable[[], None]]()
+        self.abandoned = deque[Callable[[], None]]()
         self._lock = Lock()  # a thread tells what a device has copied
         self._is_pinned = False
 
@@ -249,7 +249,7 @@ class Exchange:
             first.missing -= 1
             if not first.missing:
                 due.popleft()
-            first.at = self.segments[source].told(self.rank, first.number)
+            first.at = self.segments[source].offset_of(self.rank, first.number)
 
     def tell_what_is_read(self, source: int) -> None:
         """Raise the signal for every message that is read, in order: it does not say for which."""
@@ -290,7 +290,7 @@ class Exchange:
             if len(self._sent[rank]) == KEPT:
                 self._take_signal(own.read[rank], rank)
                 self.has_read(self._sent[rank].popleft())
-            own.tell(rank, self._numbers[rank][0], at)
+            own.publish_offset(rank, self._numbers[rank][0], at)
             self._numbers[rank][0] += 1
             self._sent[rank].append(slot)
         slot.readers += len(ranks)
@@ -320,8 +320,8 @@ class Exchange:
                 self.has_read(sent.popleft())
 
     def _release_thrown_away(self) -> None:
-        while self.thrown_away:
-            self.thrown_away.popleft()()
+        while self.abandoned:
+            self.abandoned.popleft()()
 
     def _drop_unsent(self) -> None:
         if self._open is not None and not self._open.readers:
@@ -359,7 +359,7 @@ def trim() -> None:
 def connect(group: dist.ProcessGroup) -> Exchange | None:
     """Map the memory of all ranks, or of none: all ranks of the group call this, and get the same answer."""
     rank, size, made = dist.get_rank(group), dist.get_world_size(group), _make(dist.get_world_size(group))
-    own = torch.tensor([0] * 5 if made is None else [system.home(), os.getpid(), made[0].number, *made[0].token])
+    own = torch.tensor([0] * 5 if made is None else [system.host_id(), os.getpid(), made[0].number, *made[0].token])
     told = [torch.zeros_like(own) for _ in range(size)]
     dist.all_gather(told, own, group=group)
     opened = [] if made is None else [each for numbers in told if (each := _open(numbers.tolist(), size, made[1])) is not None]
@@ -375,7 +375,7 @@ def connect(group: dist.ProcessGroup) -> Exchange | None:
 def _make(size: int) -> tuple[Segment, Signals] | None:
     """Make this rank's segment, ready for messages; None: this system lacks what that takes."""
     try:
-        system.home()  # by which ranks tell whether they share memory
+        system.host_id()  # by which ranks tell whether they share memory
         signals = Signals()
         return Segment(size, signals), signals
     except (AttributeError, OSError):
@@ -386,7 +386,7 @@ def _open(told: list[int], size: int, signals: Signals) -> tuple[Segment, system
     """Open the segment of a rank; None: there is none, it cannot be opened from here, or it is another one."""
     where, pid, number, *token = told
     try:
-        if where != system.home():
+        if where != system.host_id():
             return None
         segment, process = Segment(size, signals, (pid, number)), system.Process(pid)
     except (OSError, ValueError):

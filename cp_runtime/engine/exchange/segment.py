@@ -74,11 +74,11 @@ class Segment:
         """By which other ranks open it."""
         return system.number_of(self.fd)
 
-    def tell(self, receiver: int, message: int, at: int) -> None:
+    def publish_offset(self, receiver: int, message: int, at: int) -> None:
         """Write down where a message is."""
         self._words[(LINE + LINK * receiver + 2 * SEMAPHORE) // 8 + message % KEPT] = at
 
-    def told(self, receiver: int, message: int) -> int:
+    def offset_of(self, receiver: int, message: int) -> int:
         """Return where a message is."""
         return self._words[(LINE + LINK * receiver + 2 * SEMAPHORE) // 8 + message % KEPT]
 

@@ -29,7 +29,7 @@ class Signals:
         for _ in range(SPINS):
             if self.try_take(semaphore):
                 return
-            system.give_way()  # where ranks are more than cores, the other one may need this core
+            system.yield_core()  # where ranks are more than cores, the other one may need this core
         began = time.monotonic()
         while not self._system.sleep(semaphore, LOOK):
             if other.has_ended:

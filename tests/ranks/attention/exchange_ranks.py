@@ -13,31 +13,31 @@ from cp_runtime.system import system
 
 rank, world, _ = start()
 torch.set_grad_enabled(False)
-connect, home = exchange.connect, system.home
+connect, host_id = exchange.connect, system.host_id
 
 LENGTHS = [(64,), (5, 13), (3,)]  # even, uneven, too few for all
 HEADS, HEAD_DIM = 6, 16  # ranks get different numbers of heads
 strides = set()  # of keys and values in an attention
 
 
-def mesh_of(connect=connect, home=home):
+def mesh_of(connect=connect, host_id=host_id):
     """A mesh on groups of its own, made while functions of the exchange are replaced."""
-    before = exchange.connect, system.home
-    exchange.connect, system.home = connect, home
+    before = exchange.connect, system.host_id
+    exchange.connect, system.host_id = connect, host_id
     group = dist.new_group()
     mesh = SequenceMesh(group, Groups(group))
     for degrees in ((4, 1), (2, 2), (1, 4)):
         for axis in mesh.axes(*degrees):
             axis.largest(torch.zeros(1))
             axis.all_gather([torch.zeros(1, 1)], [1] * axis.size, 0)
-    exchange.connect, system.home = before
+    exchange.connect, system.host_id = before
     return mesh
 
 
 meshes = {
     "shared": mesh_of(),
     "sockets": mesh_of(connect=lambda group: None),
-    "two computers": mesh_of(home=lambda: rank // 2),
+    "two computers": mesh_of(host_id=lambda: rank // 2),
 }
 
 
