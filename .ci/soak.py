@@ -36,7 +36,7 @@ AT_FULL_LENGTH = [
     *(f"tests/server/test_{name}.py" for name in ("accelerators", "cards", "compiled", "families", "gguf", "host_memory")),
     *(f"tests/server/test_{name}.py" for name in ("every_change", "next_comfyui", "nodes", "patches", "quantised", "vae")),
     *(f"tests/ranks/api/test_{name}.py" for name in ("api", "diffusers")),
-    *(f"tests/ranks/families/test_{name}.py" for name in ("cards", "compiled", "families", "graphs", "stages")),
+    *(f"tests/ranks/families/test_{name}.py" for name in ("cards", "compiled", "families", "stages")),
     "tests/ranks/attention/test_attention.py",
     "tests/ranks/vae/test_vae.py",
     *(f"tests/ranks/weights/test_{name}.py" for name in ("patched", "staged_weights")),

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -92,68 +91,6 @@ def as_parameter(tensor: Tensor, requires_grad: bool) -> nn.Parameter:
 def parameter_slots(module: nn.Module) -> dict[str, Any]:
     """Return the dict of a module's own parameters. Writing to it skips checks, and takes a tenth of `setattr`'s time."""
     return module._parameters
-
-
-def buffer_slots(module: nn.Module) -> dict[str, Any]:
-    return module._buffers
-
-
-class DispatchMode(TorchDispatchMode):
-    """A mode in which every operation of torch passes its `__torch_dispatch__`."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-
-def memory_number(tensor: Tensor) -> int:
-    """Return a number that tensors of one memory share."""
-    number: int = tensor.untyped_storage()._cdata
-    return number
-
-
-def keep_number(tensor: Tensor) -> object:
-    """Return an object that reserves the number of a tensor's memory, without keeping the memory."""
-    return _WeakMemory(tensor)
-
-
-class _WeakMemory:
-    def __init__(self, tensor: Tensor) -> None:
-        self._number: Any = tensor.untyped_storage()._weak_ref()
-
-    def __del__(self, free: Callable[[Any], None] = torch.UntypedStorage._free_weak_ref) -> None:  # also at exit
-        free(self._number)
-
-
-_failed: list[Any] = []
-"""Graphs whose recording failed: torch's allocator of host memory keeps asking them."""
-
-
-@contextmanager
-def recorded(graph: Any, pool: Any, stream: Any) -> Iterator[None]:
-    """Record all work launched inside into a CUDA graph, with memory of a pool of graphs. The device must be idle.
-
-    Other threads, such as NCCL's watchdog, may ask for their events meanwhile.
-    """
-    with torch.cuda.stream(stream):
-        graph.capture_begin(pool, capture_error_mode="thread_local")
-        try:
-            yield
-        except BaseException:
-            with suppress(RuntimeError):  # the first error tells more
-                _end_recording(graph, pool, stream.device)
-            raise
-        _end_recording(graph, pool, stream.device)
-
-
-def _end_recording(graph: Any, pool: Any, device: torch.device) -> None:
-    try:
-        graph.capture_end()
-    except RuntimeError:
-        _failed.append(graph)
-        with suppress(AttributeError, RuntimeError):  # otherwise torch's allocator takes the recording to go on
-            torch._C._cuda_endAllocateToPool(device.index, pool)
-            torch._C._cuda_releasePool(device.index, pool)
-        raise
 
 
 def before_apply(module: nn.Module, check: Callable[[Callable[[Tensor], Tensor]], None]) -> Callable[[], None]:

@@ -14,17 +14,12 @@ GROUPS = {
     "first": {"environment": 20, "kernels": 90, "streams": 40, "modes": 90, "nccl": 80, "nccl_ranks": 210},
     "second": {"comfy": 330, "vae": 200},
     "third": {"memory": 280, "faults": 250},
-    "fourth": {"compiled": 300, "timing": 120, "cuda_graphs": 100},
+    "fourth": {"compiled": 300, "timing": 120},
     "several": {"several": 420},  # the same
 }
 """Sections of groups that end within nine minutes each, and the seconds that a section may take."""
 SECTIONS = {name: seconds for group in GROUPS.values() for name, seconds in group.items()}
-MODULES = {
-    "machine": ("environment", "nccl"),
-    "ranks": ("modes", "nccl_ranks", "several"),
-    "graphs": ("comfy", "vae", "compiled"),
-    "replays": ("cuda_graphs",),
-}
+MODULES = {"machine": ("environment", "nccl"), "ranks": ("modes", "nccl_ranks", "several"), "graphs": ("comfy", "vae", "compiled")}
 """Sections that are not in a module of their own name."""
 
 

@@ -24,7 +24,6 @@ from support.vae_graphs import vae_prompt
 from cp_runtime.pool.config import ONE_CARD
 
 from .faults import FAULTS, StruckServer
-from .replays import replay
 from .section import NEEDS_SEVERAL, Section
 from .server import new_models
 
@@ -84,9 +83,7 @@ def several(section: Section) -> None:
     compare(section, min(ranks, TEAMS), EVERY if section.rehearse else 1, **place)
     if ranks >= TEAMS:
         groups(section, **place)
-    devices = {"devices": ",".join(f"cuda:{index}" for index in range(ranks))}
-    serve(section, ranks, devices)
-    replay(section, {"Ulysses as CUDA graphs": ({"ulysses_degree": ranks, **devices}, 2, 1.0)})
+    serve(section, ranks, {"devices": ",".join(f"cuda:{index}" for index in range(ranks))})
 
 
 def compare(section: Section, world: int, every: int, **place: str) -> None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
-from ..engine.graphs import REPLAYED
 from ..pool.messages import CallReport
 from ..timing.times import kind_of
 from ..words import ENGLISH, words_in
@@ -64,12 +63,6 @@ class CallRecord:
         return None if other is None or other["ranks"] > 1 or other["measured"] else float(other["times"])
 
     @property
-    def graphs(self) -> str:
-        """`CallOutcome.graphs` of a rank that did not replay the call; else of one that did."""
-        told = [report.outcome.graphs for report in self.reports if not report.outcome.idle]
-        return next((each for each in told if each != REPLAYED), told[0])
-
-    @property
     def waiting_share(self) -> float:
         """Fraction of the call that rank 0 spent waiting for other ranks and for the link."""
         return self.reports[0].communication.seconds / self.reports[0].seconds
@@ -93,14 +86,13 @@ class RunStats:
         difference: of a call's result from that on one device (`nested.difference`), or of a call in patches from the exact one;
             None if unmeasured.
         patched: calls in patches, which are approximate.
-        replayed: calls that every rank replayed as a CUDA graph.
         limit: speed-up that the ranks' shares allow over the first of them; 0 = as many as take part.
         count, rank_0, times: calls on the ranks, and sums of rank 0's reports and of `time_by_rank`. The first call, which may
             include loading or warm-up, is in them only while it is alone.
     """
 
     def __init__(self, key: str | None, machine: str = "", unit: str = "device") -> None:
-        self.calls = self.done = self.count = self.patched = self.replayed = 0
+        self.calls = self.done = self.count = self.patched = 0
         self.kind: str | None = None
         self.now: str | None = None
         self.machine, self.unit, self.one_rank = machine, unit, ""
@@ -148,7 +140,6 @@ class RunStats:
             self.times = [dict.fromkeys(PARTS, 0.0) for _ in record.reports]
         staged = record.reports[0].outcome.staged
         self.patched += staged is not None and staged.patches > 1
-        self.replayed += record.graphs == REPLAYED
         self._alone = new
         self.last, self.count = record, self.count + 1
         report = record.reports[0]

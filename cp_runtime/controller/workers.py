@@ -240,7 +240,6 @@ class Workers:
             compile_or_raise=config.on_unsupported == "error",
             cancel_every=self.pace.modules_per_check(kind, ranks),
             pipeline=config.staged if self.models.resident[key].choice.placement == STAGED else None,
-            cuda_graphs=config.cuda_graphs,
             value=value,
             drop=drop,
         )

@@ -91,7 +91,6 @@ class RuntimeConfig:
     memory_per_rank: float
     shares: Shares
     ranks_per_call: str
-    cuda_graphs: bool
     pipeline: PipelineSettings | None = None  # of calls in patches
 
     def __post_init__(self) -> None:

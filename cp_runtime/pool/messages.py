@@ -200,7 +200,6 @@ class CallOutcome:
     work: CallWork | None = None  # as far as the rank knows it; None for a call in stages, or of a VAE
     prelude: float = 0.0  # seconds until the forward began
     host: float = 0.0  # seconds that the host took to launch it; 0 where the host itself computes
-    graphs: str = ""  # `engine.graphs.REPLAYED`, or why it was not, where that was asked for
     staged: Staged | None = None  # None where every rank computes all blocks
 
 
@@ -390,7 +389,6 @@ class Call(Packed[CallReport]):
     compile_or_raise: bool  # a block that cannot be compiled is an error
     cancel_every: int  # planned modules between two polls for Cancel; 0 = none
     pipeline: PipelineSettings | None = None  # of a model in stages
-    cuda_graphs: bool = False  # replay forwards, see `engine.graphs`
 
 
 @dataclass(frozen=True, kw_only=True)

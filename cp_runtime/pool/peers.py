@@ -22,7 +22,7 @@ log = logging.getLogger("context_parallel")
 P2P_DISABLE = "NCCL_P2P_DISABLE"
 SHM = "/dev/shm"
 SHM_PER_RANK = 128 << 20  # bytes: a connection takes 10 MB per channel and direction, and a rank has some in each of its groups
-FASTER = 1.25  # times as fast as NCCL is what takes its place: only NCCL's messages can be in CUDA graphs
+FASTER = 1.25  # times as fast as NCCL is what takes its place, for good
 PROBE = 1 << 18  # numbers that each rank sends each other one
 
 

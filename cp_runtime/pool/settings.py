@@ -169,13 +169,6 @@ SETTINGS = {
         "GPUs: the picture changes a little, about as with an int8 model. Measure in the panel tells by how much.",
         options=EXCHANGES, advanced=True, optional=True,
     ),
-    "cuda_graphs": Setting(
-        False, "CUDA graphs",
-        "off = each GPU is told its work step by step. on = short calls are recorded and replayed at once, which is faster where "
-        "many GPUs share a small picture. The first calls of a size record and compare; a difference ends it. It takes memory. CP "
-        "Report says whether it was used, or why not.",
-        advanced=True, optional=True,
-    ),
 }  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from gpu_sections import GROUPS, SECTIONS  # noqa: E402
 from gpu_sections.section import NEEDS_CARD, WHOLE, anonymous, read  # noqa: E402
 
 SLEEPER = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)"
-LONG = ("gain", "comfy", "vae", "memory", "compiled", "timing", "faults", "cuda_graphs")
+LONG = ("gain", "comfy", "vae", "memory", "compiled", "timing", "faults")
 REHEARSED = [name for name in SECTIONS if SOAK or name not in LONG]
 """`make soak` and `make gpu-check GPU_CHECK_ARGS=--rehearse` have all of them."""
 REPORTS = """

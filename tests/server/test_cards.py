@@ -88,33 +88,6 @@ def test_two_cards_are_as_one(card_server, case):
     assert (status["backend"], [rank["device"] for rank in status["ranks"]]) == ("nccl", ["cuda:0", "cuda:1"])
 
 
-def test_forwards_are_replayed_as_graphs(card_server):
-    """From the fourth call on; those with a ControlNet are not."""
-
-    def run(graphs, **more):
-        cp = {**CASES["Flux"][1], "cuda_graphs": graphs, "ranks_per_call": "all"}  # not now these, now those
-        result = card_server.run(flux_prompt(node="CPSampler", steps=6, cp=cp, **more)).check()
-        return card_server.latent(result).float(), result.report["cuda_graphs"]
-
-    def poll_above(seconds):  # calls in which ranks poll for Cancel are not replayed, and on a busy machine all are long
-        graph = {"slow": {"class_type": "TestSlowCall", "inputs": {"seconds": seconds}}}
-        return float(card_server.run(graph).check().outputs["slow"]["text"][0])
-
-    usual = poll_above(60.0)
-    try:
-        expected, nothing = run(False)
-        assert nothing is None
-        outs, told = zip(*(run(True) for _ in range(2)), strict=True)
-        for out in outs:
-            assert_close(out, expected, BOUND)
-        assert told[1]["replayed"] > 0, told
-        assert told[1]["calls"] == 6
-        _, refused = run(True, control={})
-    finally:
-        poll_above(usual)
-    assert (refused["replayed"], refused["reason"]) == (0, "patches of a node, or a ControlNet, take part in the call")
-
-
 @pytest.mark.parametrize(
     ("name", "method"), [pytest.param(name, method, marks=() if name == "ltxv" else pytest.mark.soak) for name, method in VAES]
 )

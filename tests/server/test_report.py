@@ -93,7 +93,7 @@ def test_single_device_runs_are_measured(server):
 
 REPORT = {
     "speed_parts": {"cases": ["compared"], "times": "1.8", "unit": "device", "obstacle": ""},
-    "world_size": 2, "at_work": 2, "weights": None, "choice": None, "cuda_graphs": None,
+    "world_size": 2, "at_work": 2, "weights": None, "choice": None,
     "devices": ["cpu", "cpu"], "degrees": {"ulysses": 2, "ring": 1, "batch": 1}, "family": "Flux",
     "steps": 4, "calls": 4, "seconds": 5.0, "seconds_per_step": 1.25, "seconds_per_call": 1.2,
     "seconds_per_call_on_one_device": 2.16, "speedup": 1.8, "communication_share": 0.25,

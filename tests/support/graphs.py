@@ -44,7 +44,6 @@ CP_CONFIG_DEFAULTS: dict[str, Any] = {
     "memory_per_rank": 0.0,
     "shares": "",
     "ranks_per_call": "all",  # not the node's default: tiny models are fastest on one rank, and tests are about several
-    "cuda_graphs": False,
 }
 
 PIXELS = 8

@@ -73,12 +73,10 @@ class CallPart:
 
 
 class Given(NamedTuple):
-    """A rank's part of a call's arguments, which may lie in memory of the message; the forward may read those `in_place` there.
-    `needed`: bytes that the call may take."""
+    """A rank's part of a call's arguments, which may lie in memory of the message; the forward may read those `in_place` there."""
 
     arguments: dict[str, Any]
     in_place: dict[str, Any]
-    needed: float
 
 
 def part_of(plan: FamilyPlan, request: Call, arguments: dict[str, Any], mesh: BatchMesh, alone: bool) -> CallPart | None:

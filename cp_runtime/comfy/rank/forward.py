@@ -21,8 +21,6 @@ from ...engine.weights.sharded import ShardedWeights
 from ...errors import PlanError
 from ...families.family import FamilyPlan
 from ...nested import form_of, map_tensors, tensors
-from ...pool.messages import Call
-from ...pool.settings import WHOLE
 from ..shared.attention import attention_function
 from ..shared.forward import ATTENTION, CONDITIONINGS, LAYERS, PATCHES, SPARSE
 from .attention import attention_by_name, attention_override, compiled_attention
@@ -74,34 +72,6 @@ def run_sharded(
         gates = nullcontext() if sparse is None else sparse.gates(installed.model)
         with in_place, gates, attention_by_name(plan.attention_names, override), serving(compiled_attention(call)):
             return installed.forward(forward, **named), call.state
-
-
-def why_not_recorded(
-    request: Call,
-    placement: str,
-    arguments: Mapping[str, Any],
-    in_place: Mapping[str, Any],
-    mesh: SequenceMesh,
-    device: torch.device,
-) -> str:
-    """Return why a call is not recorded as a CUDA graph (`engine.graphs`), alike on all ranks; empty = it may be. `in_place`:
-    arguments in memory of the message."""
-    options = arguments.get("transformer_options") or {}
-    if device.type != "cuda":
-        return f"ranks compute on {device.type}, and only CUDA devices have graphs"
-    if mesh.size > 1 and mesh.whole.via_host:
-        return "ranks exchange over gloo, by way of the computer's memory"
-    if placement != WHOLE:
-        return f"the weights are {placement}: every call fetches some"
-    if SPARSE in options:
-        return "sparse attention decides in every call which tokens it takes"
-    if PATCHES in options or any(value is not None for value in in_place.values()):
-        return "patches of a node, or a ControlNet, take part in the call"
-    if request.compile:
-        return "the blocks are compiled"
-    if request.cancel_every:
-        return "calls are so long that Cancel ends them, or the first of their kind"
-    return ""
 
 
 def _local_control(arguments: Mapping[str, Any], state: CallState, plan: FamilyPlan) -> dict[str, Any]:

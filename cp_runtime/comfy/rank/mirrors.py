@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import gc
 import logging
-import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from mmap import mmap
 from typing import Any
 
@@ -22,7 +20,6 @@ from comfy import model_management
 from torch import Tensor
 
 from ...engine.cost import CallWork, DegreePlanner
-from ...engine.graphs import Graphs
 from ...engine.ranks.mesh import BatchMesh, SequenceMesh
 from ...engine.state import CallState
 from ...errors import CompileError, MirrorError
@@ -38,7 +35,7 @@ from ..shared.formats import formats_of
 from ..shared.weights import weight_patches_digest
 from .batch import CallPart, Given, part_of, take_items
 from .files import OwnFiles
-from .forward import run_sharded, run_staged, why_not_recorded
+from .forward import run_sharded, run_staged
 from .memory import (
     LoadProgress,
     MappedWeightsPatcher,
@@ -152,7 +149,7 @@ class Mirrors:
                 idle=True, degrees=ALONE, at_work=request.ranks, room=room(self.device), compiled=mirror.compilation
             )
         given = self._prepare(mirror, request, part, arguments)
-        planner = partial(planner_for, part.sequence, part.mesh.members(part.shares.groups))
+        planner = planner_for(part.sequence, part.mesh.members(part.shares.groups))
         prelude = time.perf_counter() - began
         # Not inference_mode, which does not count changes in place: see `CallState.once`.
         with torch.no_grad(), shared_scales(part.mesh.whole) if mirror.formats else nullcontext(), texts_that_fit(given.arguments):
@@ -167,7 +164,7 @@ class Mirrors:
         self.free_buffers(keep=mirror)
         self.to_device(mirror, needed)
         mirror.compile(request.compile, _raise if request.compile_or_raise else _go_on)
-        return Given(taken, in_place, needed)
+        return Given(taken, in_place)
 
     def _run(
         self,
@@ -175,42 +172,26 @@ class Mirrors:
         request: Call,
         part: CallPart,
         given: Given,
-        new_planner: Callable[[], DegreePlanner],
+        planner: DegreePlanner,
         notes: tuple[Callable[[], None], Callable[[], bool]],
         prelude: float,
     ) -> tuple[Any, CallOutcome]:
-        """Run the forward, in stages or not, or replay it; return as `call` does. `notes`: its `on_module` and `on_run`."""
+        """Run the forward, in stages or not; return as `call` does. `notes`: its `on_module` and `on_run`."""
         forward, settings, began = getattr(mirror.model, request.method), request.pipeline, time.perf_counter()
 
-        def own(arguments: dict[str, Any]) -> dict[str, Any]:
-            return {**owned(arguments, self.device), **given.in_place}
-
-        def run(arguments: dict[str, Any]) -> tuple[Any, tuple[CallState, DegreePlanner]]:
-            planner = new_planner()
-            out, state = run_sharded(mirror.installed, forward, arguments, part.sequence, planner, notes[0], mirror.weights)
-            return out, (state, planner)
+        def own() -> dict[str, Any]:
+            return {**owned(given.arguments, self.device), **given.in_place}
 
         staged: Staged | None = None
-        graphs = ""
         if settings is None or part.stage is None:
-            if request.cuda_graphs:
-                graphs = why_not_recorded(request, mirror.placement, given.arguments, given.in_place, part.sequence, self.device)
-            if not request.cuda_graphs or graphs:
-                mirror.forget_graphs()
-                out, (state, planner) = run(own(given.arguments))
-            else:
-                mirror.graphs = mirror.graphs or Graphs(mirror.model, self.device)
-                key = request.method, request.sequence, request.ranks, part.shares.groups
-                out, (state, planner) = mirror.graphs.call(key, given.arguments, own, run, part.mesh.whole, given.needed)
-                graphs = mirror.graphs.told
+            out, state = run_sharded(mirror.installed, forward, own(), part.sequence, planner, notes[0], mirror.weights)
         else:
-            planner, graphs = new_planner(), "the model is in stages" if request.cuda_graphs else ""
             pipeline = mirror.pipeline(part.stage, part.everyone, self.device)
             out, state = run_staged(
                 mirror.installed,
                 pipeline,
                 forward,
-                own(given.arguments),
+                own(),
                 part.sequence,
                 planner,
                 settings,
@@ -232,7 +213,6 @@ class Mirrors:
             work=self._work(mirror, part, planner, state) if staged is None else None,
             prelude=prelude,
             host=0.0 if self.device.type == "cpu" else launched,
-            graphs=graphs,
             staged=staged,
         )
 
@@ -262,7 +242,6 @@ class Mirrors:
         loaded = {id(loaded.model) for loaded in model_management.current_loaded_models}
         there = patcher.model.current_weight_patches_uuid == patcher.patches_uuid and all(id(each) in loaded for each in wanted)
         if not there or room_changes(mirror.reserved, needed, patcher.model.model_lowvram):
-            mirror.forget_graphs(needed if there else math.inf)  # before weights make way; those of other models are gone
             with self.progress.loading(mirror.nbytes):
                 model_management.load_models_gpu(wanted, memory_required=needed)
             mirror.reserved = needed

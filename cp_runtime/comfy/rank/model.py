@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -12,14 +11,11 @@ from torch import nn
 
 from ...compat import compiler_counts
 from ...engine.compiled import CompiledBlocks, CompileSettings, Failed
-from ...engine.cost import DegreePlanner
-from ...engine.graphs import Graphs
 from ...engine.hooks import InstalledPlan
 from ...engine.pipeline.pipeline import Pipeline
 from ...engine.pipeline.stages import StagedWeights, Stages
 from ...engine.ranks.collectives import RankGroup
 from ...engine.ranks.mesh import Stage
-from ...engine.state import CallState
 from ...engine.weights.sharded import ShardedWeights
 from ...families import plan_for
 from ...families.family import FamilyPlan
@@ -40,7 +36,6 @@ class Mirror:
         classes: of its modules.
         reserved: bytes of device memory left free for calls at the last move of its weights there.
         compiled: its blocks, where calls ask for that.
-        graphs: its recorded forwards, where calls ask for that.
     """
 
     patcher: Any
@@ -51,7 +46,6 @@ class Mirror:
     classes: frozenset[type]
     reserved: float = 0.0
     compiled: CompiledBlocks | None = None
-    graphs: Graphs[tuple[CallState, DegreePlanner]] | None = None
     _pipeline: tuple[Any, Pipeline] | None = None  # and its weights
 
     @cached_property
@@ -84,12 +78,6 @@ class Mirror:
             self.weights.free_buffers()
         if self._pipeline is not None:
             self._pipeline[1].forget()
-        self.forget_graphs()
-
-    def forget_graphs(self, needed: float = math.inf) -> None:
-        """Free the memory of recorded forwards, unless `needed` bytes are free beside it. They are recorded anew."""
-        if self.graphs is not None:
-            self.graphs.drop(needed)
 
     def compile(self, settings: CompileSettings | None, failed: Failed) -> None:
         """Compile the blocks from now on, or stop. See `CompiledBlocks`."""
@@ -111,7 +99,6 @@ class Mirror:
         """Remove the plan, with its transforms' cached values, and compiled code."""
         if self.compiled is not None:
             self.compiled.remove()
-        self.forget_graphs()
         if "installed" in vars(self):
             self.installed.remove()
         forget(self.patcher)

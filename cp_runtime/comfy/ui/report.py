@@ -7,7 +7,7 @@ import contextlib
 import json
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,6 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from ...controller.run_stats import CallRecord, RunStats
-from ...engine.graphs import REPLAYED
 from ...errors import bad_value
 from ...families import plan_for
 from ...pool.config import RuntimeConfig
@@ -100,7 +99,6 @@ def _of_ranks(model: ContextParallelPatcher, run: RunStats, last: CallRecord) ->
         "pipeline": _pipeline(model.cp_config, run, last),
         # Of the last call: kinds of compiled blocks, uncompiled ones with reasons, and rank 0's compilations since its start.
         "compiled": {"kinds": compiled.kinds, "left": compiled.left, **compiled.counts},
-        "cuda_graphs": _graphs(config, run, last),
         "communication_share": round(run.waiting_share, 4),
         # Means, so that they add up. Of rank 0, per call. Predicted by the cost model, for attention alone.
         "communication": {
@@ -159,14 +157,6 @@ def _pipeline(config: RuntimeConfig, run: RunStats, last: CallRecord) -> dict[st
     }
 
 
-def _graphs(config: RuntimeConfig, run: RunStats, last: CallRecord) -> dict[str, Any] | None:
-    """Return the number of replayed calls, and why the last one was not; None unless the config asks for graphs."""
-    if not config.cuda_graphs:
-        return None
-    why = "" if last.graphs == REPLAYED else last.graphs
-    return {"replayed": run.replayed, "calls": run.done + (run.done < run.calls), "reason": why}
-
-
 def _rounded(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 4)
 
@@ -201,7 +191,6 @@ def summarise(report: dict[str, Any], words: Words) -> list[str]:
         say("report.on", family=report["family"], ranks=ranks),
         *([words.held(report["weights"]["parts"])] if report["weights"] else []),
         *([say("report.some", some=words.choice(report["choice"]))] if report["choice"] else []),
-        *([_replays(say, report["cuda_graphs"])] if report["cuda_graphs"] else []),
         say("report.waiting", share=f"{report['communication_share']:.0%}"),
     ]
     if per_call is not None:
@@ -215,11 +204,6 @@ def summarise(report: dict[str, Any], words: Words) -> list[str]:
             facts.append(say("memory.device", size=_gib(rank["device_memory"])))
         lines.append(say("report.rank", rank=rank["rank"], device=rank["device"], facts=", ".join(facts)))
     return lines
-
-
-def _replays(say: Callable[..., str], graphs: Mapping[str, Any]) -> str:
-    why = graphs["reason"]
-    return say("report.graphs", replayed=graphs["replayed"], calls=graphs["calls"]) + (f"; {why}" if why else "")
 
 
 def _seconds(seconds: float) -> str:

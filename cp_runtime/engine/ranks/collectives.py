@@ -6,7 +6,6 @@ import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -41,7 +40,6 @@ class CommStats:
 
     def __init__(self) -> None:
         self._spare: defaultdict[torch.device, list[Any]] = defaultdict(list)  # pairs of events, which take longer to make
-        self._timed = True
         self.reset()
 
     def reset(self) -> None:
@@ -73,16 +71,6 @@ class CommStats:
         self.bytes[kind] += sent
         self.pending += 1
 
-    @contextmanager
-    def recording(self) -> Iterator[tuple[Counter[str], Counter[str]]]:
-        """Count collectives and bytes apart, by kind, and no time: inside, a device records work for later replays."""
-        before = self.counts, self.bytes, self.pending
-        self.counts, self.bytes, self._timed = Counter(), Counter(), False
-        try:
-            yield self.counts, self.bytes
-        finally:
-            (self.counts, self.bytes, self.pending), self._timed = before, True
-
     def wait(self, works: Sequence[Any], device: torch.device, on_host: bool) -> None:
         """Wait for the works of one collective, and add up the time. `on_host`: by the host's clock."""
         if on_host:
@@ -90,9 +78,6 @@ class CommStats:
             for work in works:
                 work.wait()
             self._seconds += time.perf_counter() - began
-        elif not self._timed:
-            for work in works:
-                work.wait()
         else:
             spare = self._spare[device]
             start, end = spare.pop() if spare else [torch.get_device_module(device).Event(enable_timing=True) for _ in range(2)]

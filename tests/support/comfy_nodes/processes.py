@@ -32,14 +32,6 @@ def TestInside(modules: str = "") -> dict[str, Any]:
 
 
 @node(again=True)
-def TestSlowCall(seconds: float = 0.5) -> dict[str, Any]:
-    """Say how long a call may take before ranks poll for Cancel inside of it. Shows what it was."""
-    (module,) = (module for name, module in sys.modules.items() if name.endswith("cp_runtime.controller.calls"))
-    before, module.SLOW_CALL = module.SLOW_CALL, seconds  # type: ignore[attr-defined]
-    return {"ui": {"text": [str(before)]}}
-
-
-@node(again=True)
 def TestRoom(more: float = 0.0) -> dict[str, Any]:
     """Have ComfyUI free its device, as it does before it loads something: `more` megabytes beside those that are free now.
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from . import HIDDEN, LINK, Cards, Kind, graphs, groups, kernels, memory, pinned, races, tensors, wanted
+from . import HIDDEN, LINK, Cards, Kind, groups, kernels, memory, pinned, races, tensors, wanted
 
-ONLY_CUDA = {"get_arch_list", "cudart", "_sleep", "CUDAGraph", "graph_pool_handle"}
+ONLY_CUDA = {"get_arch_list", "cudart", "_sleep"}
 """What torch_npu does not have."""
 _local = threading.local()
 
@@ -37,13 +37,13 @@ class Event:
     """When the program came by, because everything has been done by then; and what a stream had been given."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        self.at, self._number, self._recorded = 0.0, races.new_number(), False
+        self.at, self._number = 0.0, races.new_number()
 
     def __del__(self) -> None:
         races.told("event_deletion", self._number)
 
     def record(self, stream: Stream | None = None) -> None:
-        self.at, self._recorded = time.perf_counter(), graphs.current() is not None
+        self.at = time.perf_counter()
         races.told("event_record", self._number, (stream or current_stream()).cuda_stream)
 
     def wait(self, stream: Stream | None = None) -> None:
@@ -59,8 +59,6 @@ class Event:
             races.told("event_synchronization", self._number)
 
     def elapsed_time(self, end: Event) -> float:
-        if self._recorded or end._recorded:
-            raise memory.AcceleratorError("CUDA error: operation not permitted on an event last recorded in a capturing stream")
         return 1e3 * (end.at - self.at)
 
 
@@ -252,9 +250,7 @@ def install(cards: Cards) -> None:
         "manual_seed": lambda _: None,
         "manual_seed_all": lambda _: None,
         "get_allocator_backend": lambda: "native",
-        "is_current_stream_capturing": lambda: graphs.current() is not None,
-        "CUDAGraph": graphs.CUDAGraph,
-        "graph_pool_handle": graphs.pool_handle,
+        "is_current_stream_capturing": lambda: False,
     }
     module = memory.LEDGER.module
     for name, answer in answers.items():
@@ -278,7 +274,6 @@ def install(cards: Cards) -> None:
     backend.can_use_cudnn_attention = kernels.can_use_cudnn
     backend.can_use_efficient_attention = kernels.can_use_efficient
     torch._C._host_emptyCache = pinned.empty_cache
-    torch._C._cuda_endAllocateToPool = torch._C._cuda_releasePool = lambda *_: None
 
 
 def _change_generator() -> None:

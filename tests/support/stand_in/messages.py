@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from . import graphs, memory, races
+from . import memory, races
 
 NOT_THERE = 0xFF  # in every byte
 EVEN = {"allreduce_", "broadcast_", "_allgather_base_", "_reduce_scatter_base_", "reduce_"}
@@ -118,9 +118,6 @@ class Work(dist.Work):
 
 def launch(func: Any, args: Any, kwargs: Any, group: Any) -> Any:
     """Begin to send and receive. Returns what torch's operation returns."""
-    graph = graphs.current()
-    if graph is not None:
-        return graph.message(func, args, kwargs, group)
     name = func._schema.name.partition("::")[2]
     sends, receives = _sides(name, args, group)
     stream = _streams.setdefault(group.group_name, races.new_number())
@@ -176,11 +173,6 @@ def one(group: Any, operation: str, nbytes: int = 0, peer: int | None = None) ->
         yield entry
     finally:
         _local.outer = None
-
-
-def in_one() -> bool:
-    """Whether a launch is under way that others are parts of."""
-    return getattr(_local, "outer", None) is not None
 
 
 def _sides(name: str, args: Any, group: Any) -> tuple[list[Any], list[Any]]:

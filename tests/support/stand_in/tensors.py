@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import graphs, groups, kernels, memory, pinned, races
+from . import groups, kernels, memory, pinned, races
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -333,10 +333,7 @@ def _on_card(func: Any, args: Any, kwargs: Any, leaves: list[Tensor], theirs: li
     ):
         raise RuntimeError("Required aspect fp64 is not supported on the device")  # of Arc
     cards = dict.fromkeys(tensor.device.index for tensor in (*theirs, *made))
-    graph = graphs.current()
-    if graph is not None:
-        graph.operation(lambda: _on_card(func, args, kwargs, leaves, theirs, device), results, [inner for inner, _ in owners])
-    elif streams := [current_stream(each).cuda_stream for each in cards]:
+    if streams := [current_stream(each).cuda_stream for each in cards]:
         races.kernel(func, args, kwargs, [tensor.numbers for tensor in made], streams)
         if _local.waited:
             races.told("stream_synchronization", streams[0])
@@ -406,7 +403,6 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
 
 def _wait(what: str) -> None:
     """Note that the host waits, which an operation does when it has been given to the card."""
-    graphs.refuse(what)
     _local.waited = True
     if _raises:
         raise RuntimeError(f"called a synchronizing {memory.LEDGER.type.upper()} operation: {what}")
