@@ -58,12 +58,6 @@ class CallRecord:
         return self.reports[0].outcome.at_work
 
     @property
-    def estimate(self) -> float | None:
-        """Speed-up over one device that the chooser predicts; None without a prediction, or where it was measured."""
-        other = (self.choice or {}).get("alternative")
-        return None if other is None or other["ranks"] > 1 or other["measured"] else float(other["times"])
-
-    @property
     def graphs(self) -> str:
         """`CallOutcome.graphs` of a rank that did not replay the call; else of one that did."""
         told = [report.outcome.graphs for report in self.reports if not report.outcome.idle]
@@ -210,7 +204,6 @@ class Speed:
     steps: int = 0
     calls: int = 0
     limit: float = 0.0  # largest speed-up that there can be; 0 = `ranks`
-    estimate: float | None = None  # speed-up, predicted
     patched: int = 0  # calls in patches, which are approximate
     fetched: bool = False  # see `CallRecord.fetched`
 
@@ -243,8 +236,6 @@ class Speed:
             return "compared"
         if self.alone:
             return "too_few" if self.possible else "disturbed"
-        if self.estimate is not None and not self.obstacle:
-            return "estimated"
         return "obstacle" if self.obstacle else NOT_MEASURED
 
     @property
@@ -253,8 +244,6 @@ class Speed:
         the next, and their numbers as text. The numbers agree: the quotient of the seconds shown is the speedup shown."""
         times, cases = self.times, [self.case]
         parts: dict[str, Any] = {"cases": cases, "ranks": self.ranks, "unit": self.unit, "obstacle": self.obstacle}
-        if self.case == "estimated" and self.estimate is not None:
-            parts["times"] = f"{min(self.estimate, self.limit or self.ranks):.1f}"
         if times is not None and self.per_call:
             low, high = (f"{seconds / self.per_call:.1f}" for seconds in (min(self.possible), max(self.possible)))
             parts |= {"times": f"{times:.1f}", "low": low, "high": high, "count": len(self.possible)}
