@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import common
+from prediction import CallWork, Ranks, Run, Way, predict
 
-from cp_runtime.engine.cost import AttentionShape, CallWork, Rates, choose
+from cp_runtime.engine.cost import AttentionShape, Rates, choose
 from cp_runtime.engine.measuring import Measured
 from cp_runtime.engine.ranks.config import SequenceSettings
-from cp_runtime.timing.prediction import Ranks, Run, Way, predict
 
 UNITS = 128  # multiprocessors of a device: from 82 (3090) to 170 (5090)
 PER_MACHINE = 8  # devices in one machine, where there are several
@@ -234,7 +234,7 @@ def main() -> None:
         f"{model.name}: {tokens} tokens, {options.devices} devices, {link.name}. Predicted, not measured.",
         f"{'devices at work':<17}{'split':<28}{'s per step':>11}{'speed-up':>10}",
         *(f"{each.way.ranks:<17}{each.mode:<28}{each.seconds:>11.3g}{each.speedup:>9.2f}x" for each in found),
-        f"CP Config would take {chosen.mode}: {chosen.speedup:.2f} times as fast as one device.",
+        f"The fastest is {chosen.mode}: {chosen.speedup:.2f} times as fast as one device.",
     ]
     print("\n".join(lines))
 

@@ -73,19 +73,6 @@ attention_shape = lru_cache(maxsize=1024)(AttentionShape)
 
 
 @dataclass(frozen=True)
-class CallWork:
-    """The work of a call, independent of who computes it."""
-
-    items: int  # batch items that groups can share out; 1 = none can
-    sequence: bool  # whether ranks can share a sequence
-    # Shapes of the shared attentions, over the whole sequence, for one item, with their counts; none where one rank computed
-    attentions: tuple[tuple[AttentionShape, int], ...]
-    operations: float  # of matrix products, of one item
-    result: int = 0  # bytes of the output
-    weights: int = 0  # bytes of its weight shard that every rank sends, where weights are sharded
-
-
-@dataclass(frozen=True)
 class Cost:
     """Cost of one attention for one rank."""
 

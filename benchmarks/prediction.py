@@ -26,11 +26,11 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
 
-from ..engine.cost import AttentionShape, CallWork, cost, decide
-from ..engine.measuring import Measured
-from ..engine.ranks.config import SequenceSettings
-from ..engine.ranks.mesh import form_groups, reduced
-from ..engine.ranks.sharding import Shares, batch_groups, split_sizes
+from cp_runtime.engine.cost import AttentionShape, cost, decide
+from cp_runtime.engine.measuring import Measured
+from cp_runtime.engine.ranks.config import SequenceSettings
+from cp_runtime.engine.ranks.mesh import form_groups, reduced
+from cp_runtime.engine.ranks.sharding import Shares, batch_groups, split_sizes
 
 WARM_UP = 2.0  # seconds at most for the connections of a first run
 LINK = 0.2  # least factor by which a run corrects the link
@@ -38,6 +38,19 @@ HOST_BOUND = 0.8  # part of the time of computing from which on the host is the 
 PER_WIDTH = 16  # parameters of a block over the square of its width: 13 in Wan, 36 and 15 in Flux
 HEAD_DIM = 128
 PATCH = 4  # positions of a latent that become one token
+
+
+@dataclass(frozen=True)
+class CallWork:
+    """The work of a call, independent of who computes it."""
+
+    items: int  # batch items that groups can share out; 1 = none can
+    sequence: bool  # whether ranks can share a sequence
+    # Shapes of the shared attentions, over the whole sequence, for one item, with their counts; none where one rank computed
+    attentions: tuple[tuple[AttentionShape, int], ...]
+    operations: float  # of matrix products, of one item
+    result: int = 0  # bytes of the output
+    weights: int = 0  # bytes of its weight shard that every rank sends, where weights are sharded
 
 
 class Way(NamedTuple):
