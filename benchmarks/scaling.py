@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from common import ROOT
 from forecast import HOSTS, LINKS, MODELS, Forecast, Model, best, operations, ranks_on, work_of
-from prediction import Run, Way, predict
+from prediction import Way, predict
 
 DEVICES = (2, 4, 8, 16, 64)
 SHOWN = {
@@ -134,7 +134,7 @@ class Published:
         settings = {"ring_degree": split.ring, "ulysses_degree": split.ulysses, "ulysses_rounds": 1}
         ranks = ranks_on(count, LINKS[self.link], flops, rotate_method=self.rotate_method, **settings)
         alone = operations(work) / flops
-        seconds = predict(work, ranks, Way(count, split.batch), Way(1), Run(alone, alone, 0.0))
+        seconds = predict(work, ranks, Way(count, split.batch), alone)
         if self.host:
             seconds = max(seconds, HOSTS[self.host].step(MODELS[self.model], split.ring))
         return seconds * self.calls * (1e3 if self.milliseconds else 1)
