@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import common
+from prediction import CallWork, Ranks, Way, predict
 
-from cp_runtime.engine.cost import AttentionShape, CallWork, Rates, choose
+from cp_runtime.engine.cost import AttentionShape, Rates, choose
 from cp_runtime.engine.measuring import Measured
 from cp_runtime.engine.ranks.config import SequenceSettings
-from cp_runtime.timing.prediction import Ranks, Run, Way, predict
 
 UNITS = 128  # multiprocessors of a device: from 82 (3090) to 170 (5090)
 PER_MACHINE = 8  # devices in one machine, where there are several
@@ -162,7 +162,7 @@ def work_of(model: Model, tokens: int | None = None) -> CallWork:
     """One step of a model in half precision."""
     count = tokens or model.tokens
     shape = AttentionShape(1, count, count, model.heads, model.heads, model.head_dim, 2)
-    return CallWork(model.items, True, ((shape, model.layers),), 2 * model.parameters * count)
+    return CallWork(model.items, ((shape, model.layers),), 2 * model.parameters * count)
 
 
 def ranks_on(devices: int, link: Link, flops: float, **settings: object) -> Ranks:
@@ -180,7 +180,7 @@ def ranks_on(devices: int, link: Link, flops: float, **settings: object) -> Rank
     machines = tuple(f"{rank // PER_MACHINE}" for rank in range(devices)) if several else ()
     inside = ((link.latency, link.bandwidth),) * devices if several else ()
     measured = Measured((rates,) * devices, (0,) * devices, machines, inside)
-    return Ranks(measured, (), SequenceSettings(**settings))  # type: ignore[arg-type]
+    return Ranks(measured, SequenceSettings(**settings))  # type: ignore[arg-type]
 
 
 def operations(work: CallWork) -> float:
@@ -202,7 +202,7 @@ def forecast(
         way = ranks.way(work, count)
         rates = ranks.measured.of(*ranks.groups(way))
         ring, ulysses = choose(work.attentions[0][0], count // way.groups, ranks.settings, rates)
-        seconds = predict(work, ranks, way, Way(1), Run(alone, alone, 0.0))
+        seconds = predict(work, ranks, way, alone)
         least = min(alone, host.step(model, ring))
         yield Forecast(max(seconds, least), alone, way, ring, ulysses)
 
@@ -234,7 +234,7 @@ def main() -> None:
         f"{model.name}: {tokens} tokens, {options.devices} devices, {link.name}. Predicted, not measured.",
         f"{'devices at work':<17}{'split':<28}{'s per step':>11}{'speed-up':>10}",
         *(f"{each.way.ranks:<17}{each.mode:<28}{each.seconds:>11.3g}{each.speedup:>9.2f}x" for each in found),
-        f"CP Config would take {chosen.mode}: {chosen.speedup:.2f} times as fast as one device.",
+        f"The fastest is {chosen.mode}: {chosen.speedup:.2f} times as fast as one device.",
     ]
     print("\n".join(lines))
 

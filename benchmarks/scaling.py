@@ -17,8 +17,7 @@ from typing import NamedTuple
 
 from common import ROOT
 from forecast import HOSTS, LINKS, MODELS, Forecast, Model, best, operations, ranks_on, work_of
-
-from cp_runtime.timing.prediction import Run, Way, predict
+from prediction import Way, predict
 
 DEVICES = (2, 4, 8, 16, 64)
 SHOWN = {
@@ -37,9 +36,9 @@ this page. For your own model, size and link, in a clone:
 
     python benchmarks/forecast.py --model wan14b --tokens 75600 --devices 4 --link pcie4
 
-`--seconds` gives the time of a step on one of your devices. CP Config uses the same formula
-([`prediction.py`](../../cp_runtime/timing/prediction.py), [`cost.py`](../../cp_runtime/engine/cost.py)) with the speeds that the
-ranks measure.
+`--seconds` gives the time of a step on one of your devices. The formula is `benchmarks/prediction.py` over
+[`cost.py`](../../cp_runtime/engine/cost.py), by which CP Config chooses degrees, with the speeds that the ranks measure. For the
+number of ranks it goes by measured calls.
 
 ## Times as fast as one device
 
@@ -135,7 +134,7 @@ class Published:
         settings = {"ring_degree": split.ring, "ulysses_degree": split.ulysses, "ulysses_rounds": 1}
         ranks = ranks_on(count, LINKS[self.link], flops, rotate_method=self.rotate_method, **settings)
         alone = operations(work) / flops
-        seconds = predict(work, ranks, Way(count, split.batch), Way(1), Run(alone, alone, 0.0))
+        seconds = predict(work, ranks, Way(count, split.batch), alone)
         if self.host:
             seconds = max(seconds, HOSTS[self.host].step(MODELS[self.model], split.ring))
         return seconds * self.calls * (1e3 if self.milliseconds else 1)

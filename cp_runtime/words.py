@@ -39,7 +39,7 @@ class Words:
         return self.say(f"held.{parts['case']}", **{**parts, "unit": self.say(f"unit.{parts['unit']}")})
 
     def choice(self, choice: Mapping[str, Any] | None) -> str:
-        """Put a `Chooser.described` into words: "1 of 4 devices; 4 would take 1.30 times as long (predicted)". Empty without one.
+        """Put a `Chooser.described` into words: "1 of 4 devices; 4 would take 1.30 times as long (measured)". Empty without one.
 
         The time on one device is left to the speed of the run, and a faster number of ranks to the next calls.
         """
@@ -48,8 +48,7 @@ class Words:
         text, other = self.say("node.some", count=choice["ranks"], all=choice["of"]), choice["alternative"]
         if other is None or other["times"] < 1 or other["ranks"] == 1:
             return text
-        case = "measured" if other["measured"] else "predicted"
-        return self.say(f"node.{case}", some=text, count=other["ranks"], times=f"{other['times']:.2f}")
+        return self.say("node.measured", some=text, count=other["ranks"], times=f"{other['times']:.2f}")
 
     def mesh(self, degrees: Mapping[str, float], at_work: float | None) -> str:
         """Put the mesh of a call into words. `degrees`: a rank's, by axis. `at_work`: ranks that shared it; None = unknown."""

@@ -10,13 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ..engine.compiled import CompileSettings
-from ..engine.cost import CallWork
 from ..errors import ProtocolError
-from ..nested import tensors
 from ..pool.blocks import SharedBlock
 from ..pool.messages import Copy, Describe, Described, Load, Loaded, Region
 from ..pool.protocol import TensorPacker
-from ..timing.prediction import guess
 from ..timing.times import kind_of, remember
 from .placement import Demand
 
@@ -113,14 +110,6 @@ class ModelCall:
 
     def kind(self, key: str) -> str:
         return kind_of(f"{key} {self.method}", self.arguments)
-
-    def guess(self, demand: Demand) -> CallWork | None:
-        """Estimate its work before its first run."""
-        latent = next(tensors(self.arguments[self.leading[0]])) if self.leading else None
-        if latent is None:
-            return None
-        size, items = latent.element_size(), 1 if self.mixes_batch else latent.shape[0]
-        return guess(demand.sizes.blocks / size, demand.stages, size, latent.shape, items)
 
 
 SLOW_CALL = 0.5  # seconds; a call that may be slower can be cancelled between blocks

@@ -166,7 +166,6 @@ class Journal:
             patched=run.patched,
             # A device that ran by itself, without ranks, fetched nothing.
             fetched=last is not None and last.fetched and not (run.kind and self._times.of(run.kind, run.machine)),
-            estimate=None if last is None else last.estimate,
         )
 
 

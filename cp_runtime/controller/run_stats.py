@@ -57,12 +57,6 @@ class CallRecord:
         return self.reports[0].outcome.at_work
 
     @property
-    def estimate(self) -> float | None:
-        """Speed-up over one device that the chooser predicts; None without a prediction, or where it was measured."""
-        other = (self.choice or {}).get("alternative")
-        return None if other is None or other["ranks"] > 1 or other["measured"] else float(other["times"])
-
-    @property
     def waiting_share(self) -> float:
         """Fraction of the call that rank 0 spent waiting for other ranks and for the link."""
         return self.reports[0].communication.seconds / self.reports[0].seconds
@@ -201,7 +195,6 @@ class Speed:
     steps: int = 0
     calls: int = 0
     limit: float = 0.0  # largest speed-up that there can be; 0 = `ranks`
-    estimate: float | None = None  # speed-up, predicted
     patched: int = 0  # calls in patches, which are approximate
     fetched: bool = False  # see `CallRecord.fetched`
 
@@ -234,8 +227,6 @@ class Speed:
             return "compared"
         if self.alone:
             return "too_few" if self.possible else "disturbed"
-        if self.estimate is not None and not self.obstacle:
-            return "estimated"
         return "obstacle" if self.obstacle else NOT_MEASURED
 
     @property
@@ -244,8 +235,6 @@ class Speed:
         the next, and their numbers as text. The numbers agree: the quotient of the seconds shown is the speedup shown."""
         times, cases = self.times, [self.case]
         parts: dict[str, Any] = {"cases": cases, "ranks": self.ranks, "unit": self.unit, "obstacle": self.obstacle}
-        if self.case == "estimated" and self.estimate is not None:
-            parts["times"] = f"{min(self.estimate, self.limit or self.ranks):.1f}"
         if times is not None and self.per_call:
             low, high = (f"{seconds / self.per_call:.1f}" for seconds in (min(self.possible), max(self.possible)))
             parts |= {"times": f"{times:.1f}", "low": low, "high": high, "count": len(self.possible)}

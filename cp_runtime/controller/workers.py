@@ -15,8 +15,7 @@ from ..pool.config import RuntimeConfig, WorkerSite
 from ..pool.messages import Call, CallReport, Method
 from ..pool.settings import OFFLOADED, SHARDED, STAGED
 from ..pool.worker_pool import WorkerPool
-from ..timing.choice import Chooser
-from ..timing.prediction import Ranks, Run
+from ..timing.choice import Chooser, Ranks
 from ..timing.times import Times, digest
 from .calls import ModelCall, ModelState, Pace
 from .journal import Failure
@@ -143,13 +142,10 @@ class Workers:
         """Run a call on the number of ranks chosen as fastest, and record its times."""
         ranks, kind, chooser = self._ranks(config, target.key), run.now or call.kind(target.kind), self._chooser
         failed, expected = self._shortages.of(config.devices, kind), target.demand.call
-        guess, count, choice = None, ranks.most or ranks.size, None
+        count, choice = ranks.most, None
         with _harmless():
-            guess = call.guess(target.demand)
             if config.chooses_ranks:
-                count = chooser.choose(
-                    kind, ranks, lambda n: n not in failed and self._fits(ranks.largest_part(n) * expected), guess
-                )
+                count = chooser.choose(kind, ranks, lambda n: n not in failed and self._fits(ranks.largest_part(n) * expected))
         try:
             out, record = self._run(config, target.key, call, kind, count, cancelled)
         except RankOutOfMemory:
@@ -160,24 +156,18 @@ class Workers:
             run.one_rank = chooser.who(ranks, 1)
             run.limit = sum(ranks.shares[:count]) / ranks.shares[0] if ranks.shares else 0.0
             self._add(kind, chooser.who(ranks, count), record, run)
-            report = record.reports[0]
-            if report.outcome.work is not None:
-                work = replace(report.outcome.work, result=report.nbytes, weights=report.bytes.get("weights", 0))
-                tokens = sum(report.outcome.tokens.values())
-                chooser.note(kind, ranks, count, work, _run_of(record.reports), tokens, guess)
+            chooser.note(kind, ranks, count)
             choice = chooser.described(kind, ranks, count) if config.chooses_ranks else None
         return out, replace(record, choice=choice)
 
     def _ranks(self, config: RuntimeConfig, key: str) -> Ranks:
-        if self.pool.measured is None:
-            raise RuntimeError("the ranks are not ready")
-        most = self.models.resident[key].choice.most
-        return Ranks(self.pool.measured, self.pool.shares, config.sequence, config.batch_degree, self.models.sharded(key), most)
+        size, most = self.pool.world_size, self.models.resident[key].choice.most
+        return Ranks(size, most or size, self.pool.shares, config.sequence, config.batch_degree, self.models.sharded(key))
 
     def _add(self, kind: str, who: str, record: CallRecord, run: RunStats) -> None:
         """Add a call's time to the table, with the sampler's time between two calls. The first call of a run may include warm-up:
-        it counts while there is no other."""
-        if run.calls > 1 or not self._times.of(kind, who):
+        it counts while there is at most one other."""
+        if run.calls > 1 or len(self._times.of(kind, who)) < 2:
             waited = max(report.outcome.prelude for report in record.reports)
             self._times.add(kind, who, record.seconds - waited + run.between)
 
@@ -265,17 +255,8 @@ class Workers:
 
 @contextlib.contextmanager
 def _harmless() -> Iterator[None]:
-    """Log errors in a measurement or a prediction: neither may end a prompt."""
+    """Log errors in a measurement: it may not end a prompt."""
     try:
         yield
     except Exception:
         log.exception("a call was not timed, or runs on all ranks without a choice")
-
-
-def _run_of(reports: Sequence[CallReport]) -> Run:
-    """Return the times of a call from the ranks' reports."""
-    busy = [report for report in reports if not report.outcome.idle]
-    seconds = [report.seconds - report.outcome.prelude for report in busy]
-    inside = [report.communication.seconds for report in busy]
-    compute = max(one - waited for one, waited in zip(seconds, inside, strict=True))
-    return Run(max(seconds), max(0.0, compute), min(inside), max(report.outcome.host for report in busy))

@@ -19,8 +19,7 @@ shares and heads that divide, l = 1 / P, c = 1 / R, h = 1 / U. The rank with mos
 Shares are taken for the speeds of ranks: f and m of a rank are those of the mean rank times its share over the mean share. The
 choice has the least sum of attention, communication and merging; where two are equal, the higher Ulysses degree. Of the rounds in
 `ROUNDS`, the fewest are taken whose waiting is at most `NEARLY` of attention more than the least; beside a ring, one. `a`, `w`, `f`
-and `m` are measured on the ranks when they start (`measure`) and shared, so every rank chooses alike. For a whole call see
-`timing.prediction`.
+and `m` are measured on the ranks when they start (`measure`) and shared, so every rank chooses alike.
 """
 
 from __future__ import annotations
@@ -71,19 +70,6 @@ class AttentionShape:
 
 # Looking up a frozen dataclass is faster than making one, and the blocks of a model attend alike.
 attention_shape = lru_cache(maxsize=1024)(AttentionShape)
-
-
-@dataclass(frozen=True)
-class CallWork:
-    """The work of a call, independent of who computes it."""
-
-    items: int  # batch items that groups can share out; 1 = none can
-    sequence: bool  # whether ranks can share a sequence
-    # Shapes of the shared attentions, over the whole sequence, for one item, with their counts; none where one rank computed
-    attentions: tuple[tuple[AttentionShape, int], ...]
-    operations: float  # of matrix products, of one item
-    result: int = 0  # bytes of the output
-    weights: int = 0  # bytes of its weight shard that every rank sends, where weights are sharded
 
 
 @dataclass(frozen=True)
@@ -187,8 +173,7 @@ class DegreePlanner:
         self.settings, self.ranks, self.rates, self.shares = settings, ranks, rates, shares
         self.chosen: tuple[int, int] | None = None
         self.bytes_sent = self.seconds = 0.0
-        self.attentions: dict[AttentionShape, int] = {}  # shared ones by the shape of the whole; blocks mostly attend alike
-        self._decided: dict[AttentionShape, tuple[ContextParallelConfig, Cost]] = {}
+        self._decided: dict[AttentionShape, tuple[ContextParallelConfig, Cost]] = {}  # blocks mostly attend alike
 
     def __call__(self, shape: AttentionShape) -> ContextParallelConfig:
         decided = self._decided.get(shape)
@@ -196,7 +181,6 @@ class DegreePlanner:
             decided = self._decided[shape] = decide(shape, self.ranks, self.settings, self.rates, self.shares)
         config, predicted = decided
         self.chosen = config.mesh_shape
-        self.attentions[shape] = self.attentions.get(shape, 0) + 1
         self.bytes_sent += predicted.bytes_sent
         self.seconds += predicted.communication
         return config

@@ -21,8 +21,6 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from ..engine.compiled import CompileSettings
-from ..engine.cost import CallWork
-from ..engine.measuring import Measured
 from ..engine.ranks.config import PipelineSettings, SequenceSettings
 from ..errors import ProtocolError
 from .frames import MAX_HEADER
@@ -109,7 +107,7 @@ class Ready(Report):
     """A rank has started."""
 
     name: str  # of its device
-    measured: Measured  # all ranks, the same on each
+    shares: tuple[int, ...]  # of all ranks, the same on each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,9 +195,7 @@ class CallOutcome:
     compiled: Compiled = Compiled()
     predicted_seconds: float = 0.0  # of communication, by the cost model
     predicted_bytes: float = 0.0
-    work: CallWork | None = None  # as far as the rank knows it; None for a call in stages, or of a VAE
     prelude: float = 0.0  # seconds until the forward began
-    host: float = 0.0  # seconds that the host took to launch it; 0 where the host itself computes
     staged: Staged | None = None  # None where every rank computes all blocks
 
 

@@ -190,7 +190,7 @@ class Worker:
         sequence = self.mesh.sequence(batch or 1)
         if ring and ulysses:  # they were asked for: make their groups while the devices are empty, and not inside the first call
             sequence.axes(ring, ulysses)
-        return Ready(name=name, measured=self.measured)
+        return Ready(name=name, shares=self.mesh.shares)
 
     def serve(self) -> None:
         """Run commands until told to stop.

@@ -17,8 +17,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..engine.measuring import Measured
-from ..engine.ranks.mesh import reduced
 from ..engine.ranks.sharding import Shares
 from ..errors import ContextParallelError, PoolError, ProtocolError, RankError
 from ..system import system
@@ -87,7 +85,7 @@ class WorkerPool:
         since: when the start began, in seconds since the epoch.
         last_command, last_command_ended: the last command that was not brief, and when it ended, on the clock of `time.monotonic`.
         backend: by which the ranks communicate; None until they are ready.
-        measured, shares, device_names: of the ranks; none until they are ready.
+        shares, device_names: of the ranks; none until they are ready.
         load_timeout: seconds that ranks may take to load a model, and for a call in which they bring it to their devices.
         chosen: why they share memory although NCCL connects them; empty = they do not.
         fallback: how they may connect; its `reason` says why they do not as they would by default.
@@ -106,7 +104,6 @@ class WorkerPool:
         self.backend: str | None = None
         self.peer_to_peer: bool | None = None
         self.chosen = ""
-        self.measured: Measured | None = None
         self.shares: Shares = ()
         self.device_names: list[str] = []
         self.waiting_for: list[int] = []
@@ -188,8 +185,7 @@ class WorkerPool:
                 log.info("%s", self.chosen)
         ready = step(Measure())
         self.fallback.comparing = False
-        self.backend, self.measured, self.device_names = backend, ready[0].measured, [each.name for each in ready]
-        self.shares = reduced(self.config.shares or self.measured.shares)
+        self.backend, self.shares, self.device_names = backend, ready[0].shares, [each.name for each in ready]
         devices = [f"{device} ({name})" for device, name in zip(self.config.devices, self.device_names, strict=True)]
         if self.shares:
             parts = zip(devices, self.shares, strict=True)

@@ -1,1 +1,1 @@
-"""Times of calls: measured, and predicted by the cost model; and the choice of ranks for the next call."""
+"""Times of calls, as measured; and the choice of ranks for the next call."""

@@ -64,7 +64,6 @@ def test_gpus_have_names_memory_links_and_a_switch_that_writes_cp_config(browser
     page.evaluate("prompt => app.loadApiJson(prompt, 'test')", flux_prompt(cp={"world_size": 2}))
     page.evaluate("() => app.loadGraphData(app.graph.serialize())")
     expect(cards).to_contain_text("Set in CP Config of this workflow.")
-    expect(cards).not_to_contain_text("Expected of")  # cards of different kinds
     switches = cards.get_by_role("switch")
     expect(cards.locator("summary")).to_have_text("Devices: 2 of 3")
     expect(switches.nth(2)).not_to_be_checked()
@@ -74,11 +73,6 @@ def test_gpus_have_names_memory_links_and_a_switch_that_writes_cp_config(browser
     page.keyboard.press("Space")
     expect(cards.locator("summary")).to_have_text("Devices: 2 of 3")
     assert page.evaluate(CONFIG) == [0, "cuda:1,cuda:2"]
-    page.evaluate(TELL, {**browser_server.status(), "speed": None})
-    expect(cards).to_contain_text(
-        "Expected of 2 GPUs, before anything is measured: pictures 1.6, long videos 2.0 × as fast as on one"
-    )
-    page.evaluate(TELL, browser_server.status())
     page.evaluate("() => app.graph.add(LiteGraph.createNode('CPConfig'))")
     page.evaluate("() => app.api.dispatchCustomEvent('graphChanged', {})")
     expect(cards).to_contain_text("The CP Config nodes of this workflow differ")
@@ -93,7 +87,6 @@ def test_devices_of_other_computers_stay_behind_those_of_this_one(browser_server
     far = ["GPU 1 (gpubox)gpubox/cuda:1", "GPU 0 (tower)tower/cuda:0", "GPU 0 (gpubox)gpubox/cuda:0"]
     expect(cards.locator("[data-device]")).to_have_text(["GPU 0RTX 409024 GB", "GPU 1RTX 309024 GB", "GPU 2RTX 309024 GB", *far])
     expect(cards.locator("summary")).to_have_text("Devices: 5 of 6")
-    expect(cards).not_to_contain_text("Expected of")
     expect(cards).not_to_contain_text("Through the computer's memory")
     switches = cards.get_by_role("switch")
     behind = "gpubox/cuda:1,tower/cuda:0,gpubox/cuda:0"

@@ -19,8 +19,7 @@ from support.server import CHECKOUT, PACK
 PATIENCE = 30_000 * SLACK  # milliseconds
 DISTURBED = "not compared with one process: the comparison was disturbed, measure again"  # where others use the cores
 MEASURED = rf"^3 steps in \S+ s( instead of about \S+ s: \d+\.\d × as fast as one process|: on one process|: {DISTURBED})"
-ESTIMATED = r"about \d+\.\d × as fast as one process \(estimated, not measured\)"
-SPEED = rf"({MEASURED}|^3 steps in \S+ s: (not compared with one process yet|{ESTIMATED})).* · .* s per call"
+SPEED = rf"({MEASURED}|^3 steps in \S+ s: not compared with one process yet).* · .* s per call"
 """What the node that samples says of its speed; "one device" where that was chosen for the call."""
 ALL_IN_VIEW = """() => {
     const { width, height } = app.canvas.canvas.getBoundingClientRect();
@@ -235,7 +234,7 @@ def test_one_node_found_by_a_search_makes_a_graph_faster(page: Page) -> None:
     page.locator(".context-parallel-tab-button").click()
     panel = page.get_by_test_id("context-parallel-panel")
     measure = panel.get_by_role("button", name="Measure")
-    if measure.is_visible():  # one device was not tried, as the choice does where it may be as fast
+    if measure.is_visible():  # one device was not tried, as with longer calls
         measure.click()
     page.evaluate(FEW.replace("'steps', 3", "'seed', 2"))  # else ComfyUI has nothing to do
     run(page, "KSampler", MEASURED)

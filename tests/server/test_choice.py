@@ -2,7 +2,7 @@
 result. And how fast one device is, measured on request, which is no matter of the result either.
 
 Times are put into the file that a server keeps, so that what is chosen does not hang on the machine. `tests/unit/test_choice.py`
-has the formula.
+has the rule.
 """
 
 import itertools

@@ -226,7 +226,7 @@ def test_events_follow_the_workers(fresh_server):
     shown = {event.data[1] for event in server.events if event.type == "text" and event.time >= since and event.data[0] == "other"}
     (text,) = shown
     assert text.endswith(f" · {seconds:.3g} s per call · 2 ranks (ulysses 2)")
-    assert re.match(r"not compared with one process yet|about \d+\.\d × as fast as one process \(estimated, not measured\)", text)
+    assert text.startswith("not compared with one process yet")
 
     quiet = time.monotonic()
     time.sleep(1.5)

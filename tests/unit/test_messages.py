@@ -8,16 +8,12 @@ import pytest
 from support.reports import call_report, failure
 
 from cp_runtime.engine.compiled import CompileSettings
-from cp_runtime.engine.cost import AttentionShape, CallWork, Rates
-from cp_runtime.engine.measuring import Measured
 from cp_runtime.engine.ranks.config import SequenceSettings
 from cp_runtime.errors import ProtocolError
 from cp_runtime.pool import messages
 from cp_runtime.pool.frames import MAX_HEADER
 from cp_runtime.pool.messages import pack, unpack
 
-RATES = Rates(latency=1e-5, bandwidth=1e9, flops=1e12, memory=1e10, overlap=0.5, linear=1e12, launch=1e-6)
-SHAPE = AttentionShape(batch=1, queries=64, keys=80, heads=4, kv_heads=4, head_dim=16, itemsize=2)
 TREE = {"$dict": [["x", {"$tensor": ["float32", [2], 0]}], ["n", 1.5]]}
 MESSAGES = [
     messages.Shutdown(),
@@ -56,13 +52,12 @@ MESSAGES = [
     messages.Cancelled(),
     messages.Compared(speed=1.5),
     failure(at=12.5, collectives=3, pending=1, memory=messages.Memory(host=1, device=2, free=3), device_lost=True),
-    messages.Ready(name="x", measured=Measured((RATES, RATES), (0, 0), ("", "pc2"), ((1e-5, 1e9), (1e-5, 1e9)))),
+    messages.Ready(name="x", shares=(2, 1)),
     messages.Value(value=TREE, nbytes=64),
     messages.Loaded(digest="d", formats=("c",), code="l", bytes=1, seconds=0.5),
     messages.Room(available=None),
     messages.Room(available=1 << 40, formats=("fp8",)),
-    call_report(tokens={"img": 5}, compiled=messages.Compiled(kinds={"Block": 2}, left={"Other": "why"}, counts={"breaks": 0}),
-                work=CallWork(items=2, sequence=True, attentions=((SHAPE, 57),), operations=1e14)),
+    call_report(tokens={"img": 5}, compiled=messages.Compiled(kinds={"Block": 2}, left={"Other": "why"}, counts={"breaks": 0})),
 ]  # fmt: skip
 
 

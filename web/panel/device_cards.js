@@ -37,9 +37,8 @@ export function deviceCards(prefer) {
     }
     const count = [...own, ...more].filter(({ input }) => input.checked).length;
     summary.textContent = t("devices.summary", { count, all: own.length + more.length });
-    const apart = !alone && others.length > 0; // what is known of links and speed-ups is of this computer alone
-    const known = [status.speed || apart ? "" : hope(found, used), reach(found, apart)];
-    note.textContent = [...known, t(`devices.by.${alone ? "one" : by}`)].filter(Boolean).join(" ");
+    const apart = !alone && others.length > 0; // what is known of links is of this computer alone
+    note.textContent = [reach(found, apart), t(`devices.by.${alone ? "one" : by}`)].filter(Boolean).join(" ");
   }
 
   function showMore(devices) {
@@ -82,14 +81,6 @@ function card(device, at, input) {
   const element = make("label", "cp-rank", null, input, words, make("span", "cp-memory", gigabytes(device.memory)));
   element.dataset.device = device.name;
   return element;
-}
-
-/** What to expect of those that are used, where they are alike. What was measured is told above. */
-function hope({ devices, expected }, used) {
-  const kinds = new Set(devices.filter(({ name }) => used.includes(name)).map(({ title }) => title));
-  if (kinds.size !== 1 || !expected[used.length]) return "";
-  const [low, high] = expected[used.length];
-  return t("devices.expected", { count: used.length, low, high });
 }
 
 /** How they reach each other, or why there are none. */

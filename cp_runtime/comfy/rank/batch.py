@@ -57,14 +57,14 @@ class CallPart:
         mesh: the ranks that take part; those of this rank's stage.
         everyone: all ranks of the call.
         stage: this rank's, where the call runs in stages.
-        shares: of the items of the batch; there are `items` of them, and more than one only where they are computed `by_items`.
+        shares: of the items of the batch.
+        by_items: these may be computed apart.
     """
 
     mesh: BatchMesh
     everyone: RankGroup
     stage: Stage | None
     shares: BatchShares
-    items: int
     by_items: bool
 
     @cached_property
@@ -90,7 +90,7 @@ def part_of(plan: FamilyPlan, request: Call, arguments: dict[str, Any], mesh: Ba
     by_items, ranks = plan.batch_is_shared(arguments) and request.batch_degree != 1, taking_part.size
     degree, group_shares = request.batch_degree if by_items else 1, taking_part.group_shares
     shares = share_out(arguments, request.leading, ranks, degree, plan.shares_sequence, group_shares, everyone.rank == 0)
-    return CallPart(taking_part, everyone, stage, shares, shares.items // shares.unit if by_items else 1, by_items)
+    return CallPart(taking_part, everyone, stage, shares, by_items)
 
 
 def share_out(

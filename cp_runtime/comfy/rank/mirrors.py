@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import replace
 from mmap import mmap
 from typing import Any
 
@@ -19,9 +18,8 @@ import torch
 from comfy import model_management
 from torch import Tensor
 
-from ...engine.cost import CallWork, DegreePlanner
+from ...engine.cost import DegreePlanner
 from ...engine.ranks.mesh import BatchMesh, SequenceMesh
-from ...engine.state import CallState
 from ...errors import CompileError, MirrorError
 from ...families import plan_for
 from ...nested import is_plain_storage_subclass, map_tensors, stored, tensors
@@ -177,7 +175,7 @@ class Mirrors:
         prelude: float,
     ) -> tuple[Any, CallOutcome]:
         """Run the forward, in stages or not; return as `call` does. `notes`: its `on_module` and `on_run`."""
-        forward, settings, began = getattr(mirror.model, request.method), request.pipeline, time.perf_counter()
+        forward, settings = getattr(mirror.model, request.method), request.pipeline
 
         def own() -> dict[str, Any]:
             return {**owned(given.arguments, self.device), **given.in_place}
@@ -200,7 +198,6 @@ class Mirrors:
                 *notes,
             )
             staged = Staged(**pipeline.described(settings))
-        launched = time.perf_counter() - began
         ring, ulysses = planner.chosen or (1, 1)
         return part.mesh.gather(part.shares, map_tensors(out, _undressed)), CallOutcome(
             degrees={"ulysses": ulysses, "ring": ring, "batch": part.shares.groups, **(staged.degrees if staged else {})},
@@ -210,9 +207,7 @@ class Mirrors:
             compiled=mirror.compilation,
             predicted_seconds=planner.seconds,
             predicted_bytes=planner.bytes_sent,
-            work=self._work(mirror, part, planner, state) if staged is None else None,
             prelude=prelude,
-            host=0.0 if self.device.type == "cpu" else launched,
             staged=staged,
         )
 
@@ -220,17 +215,6 @@ class Mirrors:
         for mirror in self.entries.values():
             if mirror is not keep:
                 mirror.free_buffers()
-
-    def _work(self, mirror: Mirror, part: CallPart, planner: DegreePlanner, state: CallState) -> CallWork:
-        start, stop = part.shares.held(0)
-        own = max(1, (stop - start) // part.shares.unit) if part.items > 1 else 1  # items computed here
-        weights = mirror.nbytes / mirror.patcher.model.get_dtype().itemsize
-        return CallWork(
-            items=part.items,
-            sequence=mirror.installed.plan.shares_sequence,
-            attentions=tuple((replace(shape, batch=shape.batch / own), count) for shape, count in planner.attentions.items()),
-            operations=2 * weights * sum(total for total, _ in state.tokens().values()),
-        )
 
     def device_room(self) -> Room:
         return Room(available=available(self.device), formats=tuple(formats_of(self.device)))

@@ -27,7 +27,6 @@ from ...pool.launcher import child_environment
 from ...pool.peers import is_p2p_disabled, without_peer_access
 from ...pool.processes import WAITING
 from ...system import system
-from ...timing.expected import expected
 from .residency import free_for_ranks
 from .single_device import SingleDeviceReason, single_device_reason, why_no_gpu
 
@@ -138,8 +137,8 @@ def found_devices() -> dict[str, Any]:
     """Return what the panel and CP Config offer to choose from. It opens no device that ComfyUI has not opened.
 
     `devices`: for each the `name` as CP Config takes it, the `title` that torch has for it and its `memory` in bytes, 0 where that
-    is not known. `indirect`: pairs of GPUs that do not reach each other's memory, None where nobody knows. `expected`: the speed-up
-    of a picture and of a long video, as text, by number of GPUs. `reason`: why there are no GPUs, None where there are.
+    is not known. `indirect`: pairs of GPUs that do not reach each other's memory, None where nobody knows. `reason`: why there are
+    no GPUs, None where there are.
     """
     inventory = device_inventory()
     names = [f"{inventory.type}:{index}" for index in inventory.usable or range(inventory.default_ranks)]
@@ -148,11 +147,9 @@ def found_devices() -> dict[str, Any]:
     reason = why_no_gpu(inventory, args.cpu, bool(torch.version.cuda or torch.version.hip))
     own = [{"name": name, **_description(inventory, index)} for index, name in enumerate(names)]
     indirect = (pairs if blocked else without_peer_access(names)) if inventory.type == "cuda" else None
-    gpus = () if inventory.type == "cpu" else range(2, len(names) + 1)
     return {
         "devices": own,
         "indirect": indirect,
-        "expected": {count: [f"{times:.1f}" for times in expected(count, not indirect)] for count in gpus},
         "reason": None if reason is None else reason.described,
     }
 
