@@ -53,6 +53,10 @@ class MirrorError(ContextParallelError):
     """The model on the workers is not, or cannot be made, the model of the UI process."""
 
 
+class ChangedFileError(MirrorError):
+    """A file with weights of a model was written to after a worker had mapped it."""
+
+
 class ProtocolError(ContextParallelError):
     """A message of the pool is malformed, too large or out of order."""
 

@@ -15,7 +15,7 @@ from weakref import WeakSet
 
 import torch
 
-from ..errors import MirrorError, PoolError, ProtocolError, RankOutOfMemory
+from ..errors import ChangedFileError, MirrorError, PoolError, ProtocolError, RankError, RankOutOfMemory
 from ..nested import difference
 from ..pool.config import RuntimeConfig, WorkerSite
 from ..pool.peers import forget_fallbacks
@@ -112,6 +112,12 @@ class Controller:
                 log.warning("rank %d ran out of memory; making room for the call and trying it again", error.rank)
                 self._make_room(config, target)
                 out, record = run(replace(call, memory_scale=call.memory_scale * MORE_ROOM))
+            except RankError as error:
+                if error.kind != ChangedFileError.__name__:
+                    raise
+                log.warning("rank %d: %s; the model is loaded again", error.rank, error.message)
+                self._forget(target.key)
+                out, record = run(call)
             if call.sampling:
                 self.journal.run.add(record)
                 extra = self._compare(config, target, call, out, record, cancelled)
@@ -123,9 +129,7 @@ class Controller:
         if self.resident(key) is None:  # do not wait for the lock with nothing to do
             return
         with self._lock:
-            workers = self.workers
-            if workers is not None and key in workers.models.held:
-                self._unload(workers, key)
+            self._forget(key)
 
     def make_room(self, device: torch.device, key: str | None = None) -> None:
         """Free the ranks' cached memory on a device. Never raises. The model `key` leaves it as well until its next call."""
@@ -233,6 +237,11 @@ class Controller:
         while workers is not None and workers.models.held:  # none, where the pool failed
             self._unload(workers, next(iter(workers.models.held)))
         self._free_for_ranks(config.local)
+
+    def _forget(self, key: str) -> None:
+        """Make the ranks drop a model, if they live."""
+        if self.workers is not None and key in self.workers.models.held:
+            self._unload(self.workers, key)
 
     def _unload(self, workers: Workers, key: str) -> None:
         self._free(workers, partial(workers.models.unload, key))

@@ -56,6 +56,23 @@ def test_weights_that_are_in_files_there_are_not_sent(pool_server, host):
     assert least <= sent / of <= most
 
 
+def test_a_file_there_that_is_written_to_is_left(pool_server, ssh):
+    """Between two prompts: what its pages show now is another model."""
+    prompt = partial(flux_prompt, cp={"devices": "cpu,filled/cpu", "ranks_per_call": "all"})
+    pool_server.sample(prompt(), timeout=120)
+    expected = pool_server.sample_once(flux_prompt(seed=7))
+    file = ssh / "models" / "diffusion_models" / "flux.safetensors"
+    content = file.read_bytes()
+    try:
+        with file.open("r+b") as written:
+            written.seek(len(content) // 2)
+            written.write(b"\0" * (len(content) // 2))
+        assert_close(pool_server.sample(prompt(seed=7), timeout=120), expected)
+        assert "was written to after the workers had mapped it; the model is loaded again" in pool_server.log_text()
+    finally:
+        file.write_bytes(content)
+
+
 def test_a_pack_in_another_folder_there(pool_server):
     """Its patches go by value, and its code by name."""
     nodes = [("WanChunkFeedForward", {"chunks": 2, "dim_threshold": 8}), ("WanVideoEnhanceAVideoKJ", ENHANCED)]

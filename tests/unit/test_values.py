@@ -48,6 +48,10 @@ def test_pages_of_a_file_stay_there_unless_they_were_written_to(seen):
     assert seen["written pages"]["same"]
 
 
+def test_a_file_in_a_folder_that_is_a_link(seen):
+    assert seen["a folder that is a link"]["found"] == ["cp_test", "model.safetensors"]
+
+
 WORDS = {
     "hook": "a node put a hook on norm",
     "method": "a node replaced forward of norm",

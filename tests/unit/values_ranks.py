@@ -1,5 +1,8 @@
 """Rank script, one process: a model by value over its life, where its weights are, and what a rank makes of it."""
 
+import os
+
+import folder_paths
 import torch
 from comfy.model_patcher import ModelPatcher
 from safetensors.torch import save_file
@@ -11,6 +14,7 @@ from cp_runtime import map_weights  # noqa: E402
 from cp_runtime.comfy.rank.files import Buffer, Memory  # noqa: E402
 from cp_runtime.comfy.rank.objects import read_model  # noqa: E402
 from cp_runtime.comfy.shared.values import packed  # noqa: E402
+from cp_runtime.comfy.ui.names import in_folder  # noqa: E402
 from cp_runtime.comfy.ui.values import value_of  # noqa: E402
 from cp_runtime.errors import MirrorError  # noqa: E402
 from cp_runtime.system import system  # noqa: E402
@@ -144,6 +148,11 @@ map_weights(written.model, f"{folder}/model.safetensors")
 written.model.first.weight.data[0, 0] = 9.0
 value = looked(written)
 report(step="written pages", blocks=[block.is_file for block in value.blocks], same=same(rank_of(value), written.model))
+
+# ComfyUI's folder of models may be a link; the kernel names files of mapped pages by their real path.
+os.symlink(folder, f"{folder}/linked")
+folder_paths.add_model_folder_path("cp_test", f"{folder}/linked")
+report(step="a folder that is a link", found=in_folder(os.path.realpath(f"{folder}/model.safetensors")))
 
 for name, odd in {
     "hook": lambda model: model.norm.register_forward_hook(lambda *_: None),

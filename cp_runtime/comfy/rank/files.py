@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -15,6 +16,7 @@ from torch import Tensor
 from utils.extra_config import load_extra_path_config
 
 from ...engine.weights.packing import round_up
+from ...errors import ChangedFileError
 from ...pool.messages import Copy, Load, Locate, Located
 from ...pool.protocol import ALIGNMENT
 from ...system import system
@@ -34,16 +36,36 @@ class Buffer(NamedTuple):
     is_file: bool | None
 
 
+class MappedFile:
+    """A file of a model that this rank maps. Raises OSError, ValueError: it cannot, or nothing is in it."""
+
+    def __init__(self, path: str) -> None:
+        self.path, self._file = path, open(path, "rb")  # noqa: SIM115  (as long as it is mapped)
+        self._stamp, self.pages = self._written, system.file_pages(self._file.fileno())
+
+    @property
+    def _written(self) -> tuple[int, int]:
+        state = os.fstat(self._file.fileno())  # of this one, also where another one has replaced it
+        return state.st_size, state.st_mtime_ns
+
+    def check(self) -> None:
+        """Raise ChangedFileError if it was written to: weights that were not read yet are other ones now."""
+        if self._written != self._stamp:
+            raise ChangedFileError(f"{self.path} was written to after the workers had mapped it")
+
+
 class Memory(NamedTuple):
     """Memory of a model.
 
     Args:
         buffers: with its weights.
         moved: where a block's part is, as number of the buffer and offset, where that is not the block's own number.
+        files: that some of the buffers map.
     """
 
     buffers: Sequence[Buffer]
     moved: Mapping[tuple[int, int], tuple[int, int]]
+    files: Sequence[MappedFile] = ()
 
     def at(self, start: tuple[int, int]) -> tuple[Any, int]:
         """Return the buffer in which a part of a block is, and its offset there."""
@@ -55,24 +77,23 @@ class OwnFiles:
     """Parts of the next model that are in this computer's own files."""
 
     def __init__(self) -> None:
-        self._pages: list[mmap] = []
+        self._files: dict[str, MappedFile] = {}
         self._places: dict[tuple[int, int], tuple[int, int]] = {}  # of a part, by its place in ComfyUI's process
 
     def locate(self, request: Locate) -> Located:
         """Look which copies are here, with the same content."""
-        numbers: dict[str, int] = {}
-        self._pages, self._places = [], {}
+        self._files, self._places = {}, {}
         found = []
         for index, copy in enumerate(request.copies):
             block, offset, nbytes = copy.region
             for path in _paths(copy):
-                if path not in numbers and (pages := _pages_of(path)) is not None:
-                    numbers[path] = len(self._pages)
-                    self._pages.append(pages)
-                if path in numbers and _has(self._pages[numbers[path]], copy, nbytes):
-                    self._places[block, offset] = numbers[path], copy.offset
-                    found.append(index)
-                    break
+                with contextlib.suppress(OSError, ValueError):
+                    if path not in self._files:
+                        self._files[path] = MappedFile(path)
+                    if _has(self._files[path].pages, copy, nbytes):
+                        self._places[block, offset] = list(self._files).index(path), copy.offset
+                        found.append(index)
+                        break
         return Located(found=tuple(found))
 
     def memory(self, request: Load, kept: Tensor, mapped: Sequence[mmap] | None) -> Memory:
@@ -82,8 +103,8 @@ class OwnFiles:
             kept: what has come with the request.
             mapped: the blocks; None = they cannot be mapped.
         """
-        pages, places = self._pages, self._places
-        self._pages, self._places = [], {}
+        files, places = tuple(self._files.values()), self._places
+        self._files, self._places = {}, {}
         if mapped is not None:
             return Memory([Buffer(each, of.is_file) for each, of in zip(mapped, request.blocks, strict=True)], {})
         moved = {start: (1 + number, offset) for start, (number, offset) in places.items()}
@@ -91,20 +112,12 @@ class OwnFiles:
         for block, offset, nbytes in request.sent:
             moved[block, offset] = 0, end
             end += round_up(nbytes, ALIGNMENT)
-        return Memory([Buffer(kept.numpy().data, None), *(Buffer(each, True) for each in pages)], moved)
+        return Memory([Buffer(kept.numpy().data, None), *(Buffer(each.pages, True) for each in files)], moved, files)
 
 
 def _paths(copy: Copy) -> list[str]:
     inside = [(folder, os.path.join(folder, *copy.name.split("/"))) for folder in _model_folders().get(copy.folder, ())]
     return [path for folder, path in inside if os.path.abspath(path).startswith(os.path.join(folder, ""))]
-
-
-def _pages_of(path: str) -> mmap | None:
-    try:
-        with open(path, "rb") as file:
-            return system.file_pages(file.fileno())
-    except (OSError, ValueError):  # there is none, or nothing in it
-        return None
 
 
 def _has(pages: mmap, copy: Copy, nbytes: int) -> bool:

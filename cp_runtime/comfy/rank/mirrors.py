@@ -101,7 +101,7 @@ class Mirrors:
             formats = tuple(own_formats(patcher.model, facts, self.device, request.formats))
             nbytes = sum(part.nbytes for weight in patcher.model.parameters() for part in stored(weight))
             names = frozenset(patcher.model.state_dict())
-            mirror = Mirror(patcher, names, placement, nbytes, formats, classes)
+            mirror = Mirror(patcher, names, placement, nbytes, formats, classes, memory.files)
         self._patch(mirror, request, block)
         self.entries[key] = mirror
         return Loaded(
@@ -260,6 +260,8 @@ class Mirrors:
         mirror = self.entries.get(key)
         if mirror is None:
             raise MirrorError("the model of this call is not loaded on the workers")
+        for file in mirror.files:
+            file.check()
         return mirror
 
     def _patch(self, mirror: Mirror, request: Load, block: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -21,6 +22,7 @@ from ...families import plan_for
 from ...families.family import FamilyPlan
 from ...pool.messages import Compiled
 from ..shared.weights import network_of
+from .files import MappedFile
 from .memory import forget, room
 
 
@@ -34,6 +36,7 @@ class Mirror:
         nbytes: of its weights.
         formats: quantised formats with native multiplication on this device.
         classes: of its modules.
+        files: with weights of it, that this rank maps by itself.
         reserved: bytes of device memory left free for calls at the last move of its weights there.
         compiled: its blocks, where calls ask for that.
     """
@@ -44,6 +47,7 @@ class Mirror:
     nbytes: int
     formats: tuple[str, ...]
     classes: frozenset[type]
+    files: Sequence[MappedFile] = ()
     reserved: float = 0.0
     compiled: CompiledBlocks | None = None
     _pipeline: tuple[Any, Pipeline] | None = None  # and its weights

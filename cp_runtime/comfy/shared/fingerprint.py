@@ -50,6 +50,8 @@ _NO_CODE = frozenset({
     "__static_attributes__", "__firstlineno__", "__parameters__", "__orig_bases__", "__slots__", "__match_args__", "__hash__",
     "__annotate__", "__annotations_cache__",
 })  # fmt: skip
+PLACES = frozenset({"__file__", "__path__", "__spec__", "__loader__", "__cached__"})
+"""Attributes of modules that say where their code is: another computer has it in another folder."""
 # They run when a model is made or copied: what came of it is in its state. torch.compile puts its own in the place of some.
 _UNUSED = frozenset({
     "__init__", "__new__", "__setstate__", "__getstate__", "__reduce__", "__reduce_ex__", "__repr__", "__dir__", "__delattr__",
@@ -124,7 +126,9 @@ def bodies_in(outer: str, inner: str) -> tuple[list[CodeType], dict[str, Any]]:
     around = inspect.unwrap(getattr(thing, "__func__", thing))
     if not isinstance(around, FunctionType):
         return [], {}
-    bodies = [each for each in around.__code__.co_consts if isinstance(each, CodeType) and each.co_name == inner]
+    bodies = [around.__code__]
+    for name in inner.replace(LOCALS, ".").split("."):
+        bodies = [each for body in bodies for each in body.co_consts if isinstance(each, CodeType) and each.co_name == name]
     return bodies, around.__globals__
 
 
@@ -271,6 +275,8 @@ class _Walk:
             return
         self._done.add((id(function), further))
         self._functions.append((function, body, function.__defaults__, function.__kwdefaults__))
+        if follows:
+            self._attributes(name, function)
         if module in ELSEWHERE:
             return
         if follows:
@@ -278,6 +284,15 @@ class _Walk:
             self._left.append(functools.partial(self._names, function.__globals__, names_in(body)))
         elif further:
             self._left.append(functools.partial(self._names_of_library, function.__globals__, names_in(body)))
+
+    def _attributes(self, name: str, function: FunctionType) -> None:
+        """Note constants that somebody has set on a function: those that no code sets itself, as counters are."""
+        held = vars(function)
+        self._sizes.append((held, len(held)))
+        for attribute in held.keys() - assigned(function.__code__, "STORE_ATTR"):
+            if isinstance(held[attribute], PLAIN):
+                self._held.append((held, attribute, held[attribute]))
+                self._note(f"{name}.{attribute}", plain_text(held[attribute]))
 
     def _around(self, root: str, function: FunctionType, follows: bool) -> None:
         """Note what a function has besides its code. It waits: functions around functions may be many."""
@@ -305,7 +320,7 @@ class _Walk:
     def _names(self, namespace: dict[str, Any], names: frozenset[str]) -> None:
         """Note what a function of ComfyUI or a pack uses."""
         module = module_name(str(namespace.get("__name__")))
-        for name in names:
+        for name in names - PLACES:
             value = namespace.get(name, _ABSENT)
             if issubclass(type(value), ModuleType):
                 self._of_module(value, names)
@@ -320,7 +335,7 @@ class _Walk:
         if key in self._done or module.__name__ in ELSEWHERE or not is_followed(module.__name__):
             return
         self._done.add(key)
-        for name in names & vars(module).keys():
+        for name in names & vars(module).keys() - PLACES:
             value = vars(module)[name]
             if issubclass(type(value), ModuleType):
                 self._of_module(value, names)

@@ -35,14 +35,15 @@ def make_function(outer: str, inner: str, number: int) -> FunctionType:
     return bare(bodies[number], namespace)
 
 
-def fill_function(function: FunctionType, state: tuple[Any, Any, tuple[Any, ...]]) -> None:
-    function.__defaults__, function.__kwdefaults__, cells = state
+def fill_function(function: FunctionType, state: tuple[Any, Any, tuple[Any, ...], dict[str, Any]]) -> None:
+    function.__defaults__, function.__kwdefaults__, cells, attributes = state
+    vars(function).update(attributes)
     for cell, value in zip(function.__closure__ or (), cells, strict=True):
         cell.cell_contents = value
 
 
 def bind_method(function: Any, owner: Any) -> MethodType:
-    return MethodType(function, owner)
+    return MethodType(getattr(function, "__func__", function), owner)  # a class method stands bound under its name
 
 
 def own_device(kind: str) -> torch.device:

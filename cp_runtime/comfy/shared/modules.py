@@ -33,19 +33,19 @@ def module_name(module: str) -> str:
     path."""
     if not os.path.isabs(module):
         return module
-    extras = module.find("comfy_extras" + os.sep)
-    return module[extras:].replace(os.sep, ".") if extras >= 0 else PACKS + module.rpartition(os.sep)[2]
+    folder, _, name = module.rpartition(os.sep)
+    return f"comfy_extras.{name}" if os.path.basename(folder) == "comfy_extras" else PACKS + name
 
 
 def modules_named(name: str) -> list[ModuleType]:
     """Return the modules with this `module_name`: ComfyUI may have imported one of its own a second time, by its path."""
-    keys = (name, *_by_path(len(sys.modules)).get(name, ()))
+    keys = (name, *_by_path(len(sys.modules), next(reversed(sys.modules))).get(name, ()))
     return [module for key in keys if (module := sys.modules.get(key)) is not None]
 
 
 @functools.lru_cache(maxsize=1)
-def _by_path(_: int) -> dict[str, list[str]]:
-    """Return the modules that are named by a path, by `module_name`. They are looked up when there are more, or fewer."""
+def _by_path(*_: object) -> dict[str, list[str]]:
+    """Return the modules that are named by a path, by `module_name`. They are looked up anew when there are others."""
     found: dict[str, list[str]] = {}
     for key in filter(os.path.isabs, list(sys.modules)):
         found.setdefault(module_name(key), []).append(key)
@@ -53,11 +53,15 @@ def _by_path(_: int) -> dict[str, list[str]]:
 
 
 def take_module(name: str) -> ModuleType:
-    """Return a module by `module_name`; import it, unless it is of a pack. Raises ImportError: there is none."""
+    """Return a module by `module_name`; import it, if it is of ComfyUI or of a pack that is imported. Raises ImportError: there is
+    none."""
     if not name.startswith(PACKS):
         return importlib.import_module(name)
     for module in modules_named(name):
         return module
+    pack, dot, inner = name.partition(".")
+    for module in modules_named(pack) if dot else ():
+        return importlib.import_module(f"{module.__name__}.{inner}")
     raise ModuleNotFoundError(f"no module {name}")
 
 

@@ -49,7 +49,7 @@ def in_folder(path: str) -> tuple[str, str]:
     found = [
         (kind, os.path.relpath(path, folder))
         for kind, folders in model_folders().items()
-        for folder in folders
-        if path.startswith(os.path.join(os.path.abspath(folder), ""))
+        for folder in {each for given in folders for each in (os.path.abspath(given), os.path.realpath(given))}
+        if path.startswith(os.path.join(folder, ""))
     ]
     return min(found, key=lambda each: len(each[1]), default=("", os.path.basename(path)))

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pickle import Pickler
 from types import FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ from ...compat import global_hooks, hooks_of
 from ...errors import MirrorError
 from ...nested import is_plain_storage_subclass
 from ..shared.assigned import set_later
-from ..shared.fingerprint import CACHED, alone, bodies_in, content_of, found
+from ..shared.fingerprint import CACHED, Code, alone, bodies_in, code_of, content_of, fields_of, found
 from ..shared.made import (
     HOOKS,
     MAKERS,
@@ -44,7 +45,7 @@ from ..shared.made import (
     own_device,
     set_fields,
 )
-from ..shared.modules import BOOKKEEPING, LOCALS, find, full_name, module_name, modules_named, take_module
+from ..shared.modules import BOOKKEEPING, LOCALS, PACKS, find, full_name, module_name, modules_named, take_module
 from ..shared.origin import in_library
 
 INSIDE = frozenset({"training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
@@ -150,12 +151,20 @@ def _culprit(thing: Any, settings: Settings) -> str:
     """Return words for what cannot be written."""
     for path, module in _modules(thing):
         for name, value in _attributes(module, settings).items():
-            if name not in INSIDE:
-                try:
-                    _written(value, settings)
-                except Exception:  # noqa: BLE001
-                    return f"{name} of {path or 'the model'}, {_article(value)},"
-    return _article(thing)
+            if name not in INSIDE and not _can_be_sent(value, settings):
+                return f"{name} of {path or 'the model'}, {_article(_inside(value, settings))},"
+    return _article(_inside(thing, settings))
+
+
+def _inside(thing: Any, settings: Settings, depth: int = 8) -> Any:
+    """Return the innermost value in containers and fields because of which a thing cannot be written."""
+    kind = type(thing)  # `isinstance` believes what an object says of itself
+    if issubclass(kind, dict):
+        parts = list(thing.values())
+    else:
+        parts = list(thing if issubclass(kind, (list, tuple)) else fields_of(thing).values())
+    bad = [each for each in parts if not _can_be_sent(each, settings)] if depth else []
+    return _inside(bad[0], settings, depth - 1) if bad else thing
 
 
 def _article(value: Any) -> str:
@@ -218,7 +227,7 @@ class _Writer(Pickler):
     def persistent_id(self, value: Any) -> Any:
         if self._settings.refer is not None and (reference := self._settings.refer(value)) is not None:
             return reference
-        if type(value) is not Tensor or value.layout is not torch.strided or is_lazy(value):
+        if type(value) is not Tensor or value.layout is not torch.strided or is_lazy(value) or value.is_quantized:
             return None
         if id(value) not in self._numbers:
             if value.nbytes <= INLINE:
@@ -248,6 +257,8 @@ class _Writer(Pickler):
             return self._by_name(value, value.__wrapped__)
         if kind is torch.device:
             return own_device, (value.type,)
+        if kind is object:
+            raise MirrorError("an object() that code compares by identity cannot be sent to the workers")
         if issubclass(kind, ModuleType):
             return take_module, (module_name(value.__name__),)
         if self._settings.without and (left_out := self._settings.without.get(full_name(kind))):
@@ -256,6 +267,8 @@ class _Writer(Pickler):
 
     def _tensor(self, value: Tensor) -> Any:
         value = self._settings.instead.get(id(value), value)
+        if value.is_quantized:
+            raise MirrorError("a tensor that torch has quantised cannot be sent to the workers")
         parameter = isinstance(value, nn.Parameter)
         if hasattr(type(value), "__tensor_flatten__"):
             inner, context = value.__tensor_flatten__()  # type: ignore[attr-defined]
@@ -312,7 +325,7 @@ class _Writer(Pickler):
         return (
             make_function,
             (outer, inner, number),
-            (function.__defaults__, function.__kwdefaults__, cells),
+            (function.__defaults__, function.__kwdefaults__, cells, vars(function)),
             None,
             None,
             fill_function,
@@ -325,9 +338,11 @@ class _Writer(Pickler):
 
     def _by_name(self, thing: Any, named: Any) -> Any:
         """Have the rank take what has this name there. Raises MirrorError: something else has it here."""
-        name = full_name(named)
-        if not any(each == thing for each in _resolved(name)):
+        name, found_here = full_name(named), [getattr(each, "__func__", each) for each in _resolved(full_name(named))]
+        if not any(each == getattr(thing, "__func__", thing) for each in found_here):
             raise MirrorError(f"{name.replace(':', '.')} is not to be found under its name, and no code is sent to the workers")
+        if name.startswith(PACKS) and len(found_here) > 1:
+            raise MirrorError(f"two node packs have the module {name.partition(':')[0]}. Rename the folder of one")
         if not in_library(str(named.__module__)):
             self.code[name] = named
         return find, (name,)
@@ -335,14 +350,12 @@ class _Writer(Pickler):
     def _remade(self, cls: Any) -> Any:
         """Have a class that a function has made be made again: from its body, or by that function where the body uses variables of
         it."""
-        outer, _, inner = full_name(cls).partition(LOCALS)
-        bodies, _ = bodies_in(outer, inner)
-        if len(bodies) == 1 and not bodies[0].co_freevars and type(cls) is type:
-            self.code[outer] = found(outer)
-            return build_class, (outer, inner, cls.__bases__)
-        factory, given, path = _making(cls)
-        self.code[full_name(factory)] = factory
-        return make_class, (full_name(factory), given, path)
+        known = _remade.get(cls)
+        if known is None or not known[1].holds():
+            known = _remade[cls] = _making(cls)
+        make, _ = known
+        self.code[make[1][0]] = found(make[1][0])
+        return make
 
 
 def is_random(name: str, value: Any) -> bool:
@@ -355,16 +368,41 @@ def _of_library(hook: Any) -> bool:
     return in_library(str(hook.__module__ if type(hook) in _CODE else type(hook).__module__))
 
 
-@functools.lru_cache(maxsize=256)
-def _making(cls: Any) -> tuple[FunctionType, dict[str, Any], str]:
-    """Return the function that has made a class, its arguments, and the path of the class in what it makes.
+Making = tuple[Callable[..., Any], tuple[Any, ...]]
+"""A function of `made.MAKERS`, and its arguments, of which the first is the name of a function."""
+_remade: WeakKeyDictionary[type, tuple[Making, Code]] = WeakKeyDictionary()
+"""Classes that functions have made: how they are made again, and their code, as long as that holds."""
+
+
+def _making(cls: Any) -> tuple[Making, Code]:
+    """Return how ranks make a class again, and its code. Raises MirrorError: it would be another one."""
+    outer, _, inner = full_name(cls).partition(LOCALS)
+    bodies, _ = bodies_in(outer, inner)
+    if len(bodies) == 1 and not bodies[0].co_freevars and type(cls) is type:
+        make: Making = build_class, (outer, inner, cls.__bases__)
+    else:
+        make = make_class, _arguments(cls)
+    shown = full_name(cls).replace(":", ".")
+    try:
+        again = make[0](*make[1])
+    except Exception as error:
+        raise MirrorError(f"{shown} is a class that the workers cannot make: {error}") from error
+    ours = code_of((cls,))
+    bases = [[each.__qualname__ for each in made.__mro__] for made in (cls, again) if isinstance(made, type)]
+    if len(bases) < 2 or bases[0] != bases[1] or ours.hashes != code_of((again,)).hashes:
+        raise MirrorError(f"{shown} is a class that the workers would make otherwise: it was changed after it was made")
+    return make, ours
+
+
+def _arguments(cls: Any) -> tuple[str, dict[str, Any], str]:
+    """Return the name of the function that has made a class, its arguments, and the path of the class in what it makes.
 
     Arguments are known from what methods refer to, and from attributes `_name`.
     """
     outer, _, path = cls.__qualname__.partition(LOCALS)
     factory = next(_resolved(f"{module_name(cls.__module__)}:{outer}"), None)
-    shown = full_name(cls).replace(":", ".")
     if not isinstance(factory, FunctionType):
+        shown = full_name(cls).replace(":", ".")
         raise MirrorError(f"{shown} is a class that no function at the top of a module has made, and the workers lack it")
     wanted = inspect.signature(factory).parameters
     held: dict[str, Any] = {}
@@ -373,14 +411,7 @@ def _making(cls: Any) -> tuple[FunctionType, dict[str, Any], str]:
     top = f"{LOCALS}{path.partition('.')[0]}"
     for each in (cls, *(each for each in held.values() if isinstance(each, type) and each.__qualname__.endswith(top))):
         held = {**{name: vars(each)[f"_{name}"] for name in wanted if f"_{name}" in vars(each)}, **held}
-    given = {name: held[name] for name in wanted if name in held}
-    try:
-        again = make_class(full_name(factory), given, path)
-    except Exception as error:
-        raise MirrorError(f"{shown} is a class that the workers cannot make: {error}") from error
-    if [each.__qualname__ for each in again.__mro__] != [each.__qualname__ for each in cls.__mro__]:
-        raise MirrorError(f"{shown} is a class that the workers would make with other bases")
-    return factory, given, path
+    return full_name(factory), {name: held[name] for name in wanted if name in held}, path
 
 
 def _methods_made_with(cls: Any) -> Iterator[FunctionType]:

@@ -23,6 +23,7 @@ from ...pool.config import RuntimeConfig
 from ...pool.settings import STAGED
 from ..shared.fingerprint import classes_of
 from ..shared.patches import applied_patches
+from ..shared.weights import PREFIX
 from .attention import ChosenAttention, attention_of
 from .fingerprints import OF_MODEL, ModelFingerprint, check_code, check_network
 from .options import compile_settings
@@ -44,7 +45,7 @@ def check_model(patcher: Any, config: RuntimeConfig) -> None:
         raise UnsupportedError(f"the model was compiled with torch.compile, which the workers do not repeat. {OF_MODEL}")
     try:
         plan_for(model)
-        check_classes(model)
+        check_classes(patcher)
         value_of(patcher.model).check(patcher)
         written_patches(applied_patches(patcher))
     except PlanError as error:
@@ -59,11 +60,15 @@ def check_model(patcher: Any, config: RuntimeConfig) -> None:
     check_experts(model, config.devices)
 
 
-def check_classes(model: nn.Module) -> None:
+def check_classes(patcher: Any) -> None:
     """Refuse modules with others inside that are of no class of ComfyUI or torch: plans know how these compute, and another class
-    may mix tokens. Layers of packs are welcome."""
-    for path, module in model.named_modules():
+    may mix tokens. Layers of packs are welcome, and so is what a run of another patcher has left: ComfyUI takes it out before the
+    next."""
+    left = tuple(f"{name.removeprefix(PREFIX)}." for name in patcher.object_patches_backup)
+    for path, module in patcher.model.diffusion_model.named_modules():
         cls = type(module)
+        if f"{path}.".startswith(left):
+            continue
         if next(module.children(), None) is not None and not cls.__module__.startswith(("comfy.", "torch.")):
             raise UnsupportedError(
                 f"a node replaced the class of {path or 'the transformer'} by {cls.__module__}.{cls.__qualname__}, which may "
@@ -111,7 +116,7 @@ def check_call(patcher: Any, control: Mapping[str, Any] | None, watched: bool) -
     check_own_forward(patcher.model.diffusion_model)
     check_code(patcher.model)
     if watched:
-        check_classes(patcher.model.diffusion_model)
+        check_classes(patcher)
         patcher.look_again()
 
 

@@ -22,6 +22,7 @@ from cp_runtime.comfy.shared.attention import SAGE_MODES, attention_function
 from cp_runtime.comfy.shared.forward import LAYERS, PATCHES
 from cp_runtime.comfy.ui.attention import _name_of, checked_name
 from cp_runtime.comfy.ui.objects import write
+from cp_runtime.comfy.ui.obstacles import check_classes
 from cp_runtime.comfy.ui.patches import PatchSet
 from cp_runtime.engine.attention.kernels import installed
 from cp_runtime.engine.state import CallState
@@ -140,6 +141,29 @@ report(
     shared=first is second,
     object=torch.equal(first.encoded_image, uso.encoded_image) and repr(first.model_patch.model) == repr(qwen),
     module=first.of is qwen,
+)
+
+# What a run of another patcher has left in the transformer, which ComfyUI takes out before the next.
+
+
+class OfAPack(nn.Sequential):
+    """A module with others inside."""
+
+
+def classes(backup):
+    model = SimpleNamespace(diffusion_model=nn.Sequential(OfAPack(nn.Linear(2, 2))))
+    try:
+        check_classes(SimpleNamespace(model=model, object_patches_backup=backup))
+    except UnsupportedError as error:
+        return str(error)
+    return ""
+
+
+report(
+    name="left",
+    refused="a node replaced the class of 0 by __main__.OfAPack" in classes({}),
+    other="a node replaced" in classes({"diffusion_model.00": None}),
+    left=classes({"diffusion_model.0": None}) == "",
 )
 
 # Residuals of a ControlNet on the second of three ranks.

@@ -94,7 +94,49 @@ class OfAPack(adapters.LoRAAdapter):
 
 
 def shared_out(weight):
-    return weight.flip(0) / 2
+    return weight.flip(0) / shared_out.by
+
+
+shared_out.by = 2
+
+
+def with_class(scale, change=False):
+    """A patch of a class that is made here, and may be changed afterwards."""
+
+    class Local(adapters.LoRAAdapter):
+        factor = 2.0
+
+        def calculate_weight(self, weight, *args, **kwargs):
+            return weight * self.weights[0] * self.factor
+
+        @classmethod
+        def scaled(cls, weight):
+            return cls.factor * weight
+
+    if change:
+        Local.factor = scale
+    return Local(set(), (scale,))
+
+
+def with_argument(scale):
+    class Local(adapters.LoRAAdapter):
+        factor = scale
+
+        def calculate_weight(self, weight, *args, **kwargs):
+            return weight * self.factor
+
+    return Local(set(), ())
+
+
+def inner(factor):
+    def deeper():
+        def function(weight):
+            return weight * factor * function.sign
+
+        function.sign = -1
+        return function
+
+    return deeper()
 
 
 FORMS = {
@@ -105,11 +147,17 @@ FORMS = {
     ),
     "biases": only(".bias", lambda name, weight: ("diff", (changed(name, weight),))),
     "an adapter of a pack": lambda name, weight: OfAPack(set(), (1.5 + drawn(name, *weight.shape[:1], *(1,) * (weight.ndim - 1)),)),
+    "a class of a function": lambda name, weight: with_class(0.75),
     **{adapter: low_rank(adapter) for adapter in ("lora", "dora", "loha", "lokr", "glora", "oft", "boft")},
     "a wider input, padded": only(INPUTS, lambda name, weight: ("diff", (0.2 * drawn(name, *wider(weight)), {"pad_weight": True}))),
     "a wider input by LoRA": only(INPUTS, widened_by_lora),
 }
-ROWS, SWAPPED, OWN = "of the first rows", "with a function", "with a function of a pack"
+ROWS, SWAPPED = "of the first rows", "with a function"
+OWN = {
+    "with a function of a pack": shared_out,
+    "with a function in functions": inner(0.5),
+    "with a class method": type(with_class(1.0)).scaled,
+}
 
 
 def patched(patcher, form):
@@ -121,8 +169,8 @@ def patched(patcher, form):
         elif form == SWAPPED:
             key, patch = (name, None, comfy.utils.swap_scale_shift), ("diff", (changed(name, weight),))
             patch = patch if weight.ndim == 2 and not len(weight) % 2 else None
-        elif form == OWN:
-            key, patch = (name, None, shared_out), ("diff", (changed(name, weight),))
+        elif form in OWN:
+            key, patch = (name, None, OWN[form]), ("diff", (changed(name, weight),))
         else:
             key, patch = name, FORMS[form](name, weight)
         if patch is not None:
@@ -165,14 +213,22 @@ def inputs_of(model):
 
 def refusal(patch, function=None):
     try:
-        return written_patches({"a.weight": [(1.0, patch, 1.0, None, function)]})
+        written_patches({"a.weight": [(1.0, patch, 1.0, None, function)]})
     except MirrorError as error:
         return str(error)
+    return ""
 
 
 gone = types.FunctionType((lambda weight: weight).__code__, {"__name__": "a_pack"}, "gone")
 torch.set_grad_enabled(False)
-report(model="", form="refused", said=[refusal(OfAPack(set(), (threading.Lock(),))), refusal(("diff", ()), gone)])
+odd = [
+    OfAPack(set(), (threading.Lock(),)),
+    with_class(0.5, change=True),
+    with_argument(0.5),
+    OfAPack(set(), (object(),)),
+    OfAPack(set(), (torch.quantize_per_tensor(torch.ones(9), 0.1, 0, torch.qint8),)),
+]
+report(model="", form="refused", said=[refusal(("diff", ()), gone), *map(refusal, odd)])
 for own, others, forms in json.loads(names):
     paths = [os.path.join(folder, f"{name}.safetensors") for name in (own, others)]
     stock, other = (comfy.sd.load_diffusion_model(path, disable_dynamic=True) for path in paths)
