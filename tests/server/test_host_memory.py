@@ -15,7 +15,10 @@ from support.stand_in.memory import Ledger
 
 pytestmark = pytest.mark.soak
 LARGE = checkpoints.Checkpoint(architecture=checkpoints.Wan(dim=1024, heads=8, layers=6, ffn=4096))
-MOST, LEFT = 1.1, 0.1
+LEFT = 0.1
+MOST = {"plain": 1.1, "dynamic": 2.15}
+"""DynamicVRAM keeps the weights as pages of the file. The ranks get them in fp16, in memory of their own: both count. The file's
+pages are clean, so the system may drop them at any time."""
 EXACT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MKL_DISABLE_FAST_MM": "1"}
 """Has the C library and MKL give back at once what is freed."""
 
@@ -72,28 +75,29 @@ def host(request, comfyui_path, tmp_path_factory):
         running.free_workers(60)
         time.sleep(10)
         base = taken()
-        yield run, drop
+        yield run, drop, MOST[request.param]
 
 
 @pytest.mark.parametrize(
-    ("weights", "weight_dtype", "strengths", "most"),
+    ("weights", "weight_dtype", "strengths"),
     [
-        ("whole", "default", (0, 1.0, 0.5), MOST),
-        ("offloaded", "default", (0, 1.0, 0.5), 1.15),  # a prompt leaves a MB or so in each of six processes: 0.03 of this file
-        ("whole", "fp8_e4m3fn", (0, 1.0), MOST),
-        ("sharded", "fp8_e4m3fn", (0, 1.0), MOST),
+        ("whole", "default", (0, 1.0, 0.5)),
+        ("offloaded", "default", (0, 1.0, 0.5)),
+        ("whole", "fp8_e4m3fn", (0, 1.0)),
+        ("sharded", "fp8_e4m3fn", (0, 1.0)),
     ],
 )
-def test_the_host_holds_the_file_once_for_all_ranks(host, weights, weight_dtype, strengths, most):
+def test_the_host_holds_the_file_once_for_all_ranks(host, weights, weight_dtype, strengths):
     """Loaded, with a LoRA, with another one and dropped."""
-    run, drop = host
+    run, drop, most = host
+    most += 0.05 * (weights == "offloaded")  # a prompt leaves a MB or so in each of six processes: 0.03 of this file
     sizes = [run(strength, cp={"weights": weights}, weight_dtype=weight_dtype) for strength in strengths]
     assert max(sizes) <= most, sizes
     assert drop() <= LEFT
 
 
 def test_the_host_holds_the_file_once_behind_a_run_without_ranks(host):
-    run, drop = host
+    run, drop, most = host
     run(1.0)
-    assert run(1.0, cp={"weights": "whole"}) <= MOST
+    assert run(1.0, cp={"weights": "whole"}) <= most
     assert drop() <= LEFT
