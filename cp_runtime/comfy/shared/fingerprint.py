@@ -292,7 +292,7 @@ class _Walk:
         for attribute in held.keys() - assigned(function.__code__, "STORE_ATTR"):
             if isinstance(held[attribute], PLAIN):
                 self._held.append((held, attribute, held[attribute]))
-                self._note(f"{name}.{attribute}", plain_text(held[attribute]))
+                self._note(f"{name}.{attribute}", plain_text(held[attribute]), function.__code__.co_filename)
 
     def _around(self, root: str, function: FunctionType, follows: bool) -> None:
         """Note what a function has besides its code. It waits: functions around functions may be many."""
