@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pickle import Pickler
 from types import FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +25,7 @@ from torch.nn.parameter import is_lazy
 from ...compat import global_hooks, hooks_of
 from ...errors import MirrorError
 from ...nested import is_plain_storage_subclass
+from ...timing.times import remember
 from ..shared.assigned import set_later
 from ..shared.fingerprint import CACHED, Code, alone, bodies_in, code_of, content_of, fields_of, found
 from ..shared.made import (
@@ -352,7 +352,7 @@ class _Writer(Pickler):
         it."""
         known = _remade.get(cls)
         if known is None or not known[1].holds():
-            known = _remade[cls] = _making(cls)
+            remember(_remade, cls, known := _making(cls), CLASSES)
         make, _ = known
         self.code[make[1][0]] = found(make[1][0])
         return make
@@ -370,8 +370,10 @@ def _of_library(hook: Any) -> bool:
 
 Making = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function of `made.MAKERS`, and its arguments, of which the first is the name of a function."""
-_remade: WeakKeyDictionary[type, tuple[Making, Code]] = WeakKeyDictionary()
-"""Classes that functions have made: how they are made again, and their code, as long as that holds."""
+_remade: dict[type, tuple[Making, Code]] = {}
+"""Classes that functions have made: how they are made again, and their code, as long as that holds. The code refers to them, so
+only the last ones are kept."""
+CLASSES = 64
 
 
 def _making(cls: Any) -> tuple[Making, Code]:
