@@ -59,8 +59,8 @@ def test_weights_that_are_in_files_there_are_not_sent(pool_server, host):
 def test_a_file_there_that_is_written_to_is_left(pool_server, ssh):
     """Between two prompts: what its pages show now is another model."""
     prompt = partial(flux_prompt, cp={"devices": "cpu,filled/cpu", "ranks_per_call": "all"})
-    pool_server.sample(prompt(seed=8), timeout=120)  # a new one, so that it runs
-    expected = pool_server.sample_once(flux_prompt(seed=7))
+    expected = pool_server.sample_once(flux_prompt(seed=7))  # before the ranks have the model: this process takes it from them
+    pool_server.sample(prompt(seed=8), timeout=120)
     file = ssh / "models" / "diffusion_models" / "flux.safetensors"
     content = file.read_bytes()
     try:
