@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..engine.weights.packing import round_up
@@ -24,7 +23,6 @@ from ..pool.protocol import ALIGNMENT, TensorPacker
 from ..pool.settings import OFFLOADED, PLACEMENTS, SHARDED, STAGED, WHOLE
 from ..pool.tensor_cache import CallEncoder
 from ..pool.worker_pool import WorkerPool
-from ..system import system
 from .calls import Code, ModelCall, ModelState
 from .placement import GB, Choice, Resident, Shortages, asked_of, choose, held_parts, next_smaller
 from .run_stats import unit_of
@@ -209,7 +207,7 @@ class Models:
     @staticmethod
     def _add(memory: SharedBlock, request: Load, target: ModelState) -> None:
         """Put parts of a model behind what else is sent."""
-        blocks = [torch.frombuffer(system.file_pages(block.fd), dtype=torch.uint8) for block in target.blocks]
+        blocks = [block.pages for block in target.blocks]
         sizes = (round_up(nbytes, ALIGNMENT) for _, _, nbytes in request.sent)
         ends = [*itertools.accumulate(sizes, initial=request.memory_nbytes)]
         whole = memory.view(ends[-1])

@@ -47,6 +47,11 @@ class SharedBlock:
         return self._mapped[:nbytes]
 
     @property
+    def pages(self) -> Tensor:
+        """All of it as a uint8 tensor, to be read: what is written there stays here."""
+        return torch.frombuffer(system.file_pages(self.fd), dtype=torch.uint8)
+
+    @property
     def address(self) -> tuple[int, int]:
         """Where other processes of this user find it: a process id, and a number for `system.foreign_fd`."""
         return os.getpid(), system.number_of(self.fd)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ...engine.call import RunningCall
 from ...engine.compiled import AS_THEY_ARE
+from ..shared.patches import code_of
 from .attention import attention_by_name
 
 ATTENTION = "optimized_attention"
@@ -29,7 +30,7 @@ def objects_in_place(
     Args:
         override: attention for functions that call ComfyUI's without `transformer_options`.
     """
-    modules = {sys.modules[function.__module__] for function in map(_function, objects.values())}
+    modules = {sys.modules[function.__module__] for function in map(code_of, objects.values())}
     names = ["comfy.ldm.modules.attention", *(module.__name__ for module in modules if ATTENTION in vars(module))]
     with ExitStack() as undo:
         undo.enter_context(attention_by_name([f"{name}.{ATTENTION}" for name in names], override))
@@ -46,10 +47,6 @@ def objects_in_place(
             patched.forward = thing.forward if isinstance(thing, nn.Module) else thing
             undo.callback(delattr, patched, "forward")
         yield
-
-
-def _function(thing: Any) -> Any:
-    return getattr(thing, "__func__", thing if hasattr(thing, "__qualname__") else type(thing))
 
 
 def _above(path: str, model: nn.Module) -> Iterator[nn.Module]:

@@ -186,9 +186,14 @@ def map_patches(options: Mapping[str, Any], function: Callable[[str, Any], Any])
     }
 
 
-def name_of(patch: Any) -> str:
+def code_of(patch: Any) -> Any:
+    """Return the function that a patch is; of another object its class."""
     patch = getattr(patch, "__func__", patch)
-    return full_name(patch if hasattr(patch, "__qualname__") else type(patch))
+    return patch if hasattr(patch, "__qualname__") else type(patch)
+
+
+def name_of(patch: Any) -> str:
+    return full_name(code_of(patch))
 
 
 def applied_patches(patcher: Any) -> dict[str, list[Entry]]:

@@ -26,7 +26,7 @@ def copies_of(patcher: Any, value: Value) -> tuple[Copy, ...]:
     if not named:
         return ()
     paths = {number: path for path, number in value_of(patcher.model).files.items()}
-    blocks = [torch.frombuffer(system.file_pages(each.fd), dtype=torch.uint8) for each in value.blocks]
+    blocks = [each.pages for each in value.blocks]
     large = [region for region in value.regions if region[2] >= LEAST]
     elsewhere = {nbytes for block, _, nbytes in large if block not in paths}
     known = {digest: place for path in named for digest, place in _contents(path, elsewhere)}

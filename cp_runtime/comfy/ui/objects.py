@@ -338,7 +338,8 @@ class _Writer(Pickler):
 
     def _by_name(self, thing: Any, named: Any) -> Any:
         """Have the rank take what has this name there. Raises MirrorError: something else has it here."""
-        name, found_here = full_name(named), [getattr(each, "__func__", each) for each in _resolved(full_name(named))]
+        name = full_name(named)
+        found_here = [getattr(each, "__func__", each) for each in _resolved(name)]
         if not any(each == getattr(thing, "__func__", thing) for each in found_here):
             raise MirrorError(f"{name.replace(':', '.')} is not to be found under its name, and no code is sent to the workers")
         if name.startswith(PACKS) and len(found_here) > 1:

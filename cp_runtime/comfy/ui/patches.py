@@ -20,7 +20,7 @@ from ..shared.fingerprint import classes_of
 from ..shared.forward import PATCHES
 from ..shared.modules import full_name
 from ..shared.pack_objects import OBJECTS, ObjectPatch
-from ..shared.patches import MIRRORED, Patch, map_patches, name_of
+from ..shared.patches import MIRRORED, Patch, code_of, map_patches, name_of
 from ..shared.weights import PREFIX
 from .objects import Settings, write
 from .pack_nodes import display_name, made_by, name_in_pack, node_of
@@ -129,15 +129,14 @@ def _objects(patcher: Any) -> Iterator[tuple[str, Any]]:
 
 def _check_object(path: str, thing: Any, model: nn.Module) -> ObjectPatch:
     """Return the entry of an object patch in OBJECTS. Raises UnsupportedError if there is none for it."""
-    function = getattr(thing, "__func__", thing)
-    name = name_in_pack(function if hasattr(function, "__qualname__") else type(thing))
+    name = name_in_pack(code_of(thing))
     place = ".".join("*" if part.isdecimal() else part for part in path.split("."))
     known = next((each for each in OBJECTS.get(name, ()) if each.at == place), None)
     if known is None:
         wrong = f"{name} at {path} is not an object patch that the workers know"
     elif not type(model).__module__.startswith(known.models):
         wrong = f"they know it for {' and '.join(known.models)} only, and the model is of {type(model).__module__}"
-    elif known.helper and not _calls(function, known.helper):
+    elif known.helper and not _calls(code_of(thing), known.helper):
         wrong = f"it is of another version of that pack, which does not call {known.helper}"
     else:
         return known
