@@ -14,7 +14,8 @@ from ..errors import ProtocolError
 from ..pool.blocks import SharedBlock
 from ..pool.messages import Copy, Describe, Described, Load, Loaded, Region
 from ..pool.protocol import TensorPacker
-from ..timing.times import kind_of, remember
+from ..recent import Recent
+from ..timing.times import kind_of
 from .placement import Demand
 
 
@@ -121,11 +122,11 @@ class Pace:
     """Speed of the last call of every kind. The oldest of many kinds are forgotten."""
 
     def __init__(self) -> None:
-        self._last: dict[Hashable, tuple[float, int]] = {}
+        self._last: Recent[Hashable, tuple[float, int]] = Recent(KINDS)
 
     def note(self, kind: Hashable, ranks: int, seconds: float, modules: int) -> None:
         """Record the end of a call. `ranks`: number of ranks that shared it; `modules`: planned modules that a rank passed."""
-        remember(self._last, kind, (seconds * ranks, modules), KINDS)
+        self._last[kind] = seconds * ranks, modules
 
     def modules(self, kind: Hashable) -> int:
         """Return the number of planned modules that a rank passed; 0 = unknown."""

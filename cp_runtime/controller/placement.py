@@ -10,7 +10,7 @@ from ..engine.weights.blocks import Sizes
 from ..errors import UnsupportedError
 from ..pool.config import RuntimeConfig
 from ..pool.settings import OFFLOADED, PLACEMENTS, SHARDED, STAGED, WHOLE, with_labels
-from ..timing.times import remember
+from ..recent import Recent
 
 GB = 1e9
 
@@ -155,12 +155,12 @@ class Shortages:
     """Placements of models, and splits of calls, that take more memory than the devices have. The oldest of many are forgotten."""
 
     def __init__(self) -> None:
-        self._tried: dict[tuple[tuple[str, ...], str], frozenset[Any]] = {}
+        self._tried: Recent[tuple[tuple[str, ...], str], frozenset[Any]] = Recent(LIMIT)
 
     def note(self, devices: tuple[str, ...], name: str, tried: Any) -> None:
         """Record that a rank ran out of memory, with a model by its key or a kind of call. `devices`: of all ranks; `tried`:
         placement of the model, or split of the call."""
-        remember(self._tried, (devices, name), self.of(devices, name) | {tried}, LIMIT)
+        self._tried[devices, name] = self.of(devices, name) | {tried}
 
     def of(self, devices: tuple[str, ...], name: str) -> frozenset[Any]:
         """Return the failed placements of a model or splits of a kind of call."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..compat import versions
 from ..errors import PlanError, UnknownStreamError
 from ..nested import tensors
+from ..recent import Recent
 from .ranks.sharding import CONTIGUOUS, JointLayout, Shares, Split, joint_layout
 
 REMEMBERED = 64  # results cached per call
@@ -64,7 +65,7 @@ class CallState:
         self._around: list[tuple[Any, ...]] = []
         self._left: dict[str, tuple[int, int]] = {}  # tokens in modules with separate streams, as in `tokens`
         # Side inputs are the same tensor for every block. Keeping the source prevents its id from being reused.
-        self._memo: dict[tuple[object, ...], tuple[Any, Any]] = {}
+        self._memo: Recent[tuple[object, ...], tuple[Any, Any]] = Recent(REMEMBERED)
 
     def layout(self, streams: tuple[str, ...]) -> JointLayout:
         """Return the layout of `streams` in joint order. Raises PlanError if the length of one is unknown."""
@@ -134,8 +135,6 @@ class CallState:
         slot = (key, id(source), counts)
         if slot not in self._memo:
             self._memo[slot] = (source, make())
-            if len(self._memo) > REMEMBERED:
-                del self._memo[next(iter(self._memo))]
         return self._memo[slot][1]
 
     def close(self) -> None:

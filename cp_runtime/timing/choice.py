@@ -13,7 +13,8 @@ from typing import Any
 
 from ..engine.ranks.config import SequenceSettings
 from ..engine.ranks.sharding import Shares
-from .times import Times, digest, least, remember
+from ..recent import Recent
+from .times import Times, digest, least
 
 SHORT = 1.0  # seconds; a try of a longer call on one device costs more than it may gain, and Measure shows it on request
 HOPELESS = 2.0  # times the best: a first run slower than this is not repeated
@@ -48,7 +49,7 @@ class Chooser:
 
     def __init__(self, times: Times, machine: object, one_device: str, own: int) -> None:
         self._times, self._machine, self._one_device, self._own = times, machine, one_device, own
-        self._ran: dict[tuple[str, str], int] = {}  # runs since the ranks started, by kind and who computed it
+        self._ran: Recent[tuple[str, str], int] = Recent(KINDS)  # runs since the ranks started, by kind and who computed it
         self._names: dict[object, str] = {}
 
     def who(self, ranks: Ranks, count: int) -> str:
@@ -80,11 +81,11 @@ class Chooser:
     def note(self, kind: str, ranks: Ranks, count: int) -> None:
         """Record a run, whose time is in the table."""
         name = kind, self.who(ranks, count)
-        remember(self._ran, name, self._ran.get(name, 0) + 1, KINDS)
+        self._ran[name] = self._ran.get(name, 0) + 1
 
     def compared(self, kind: str, ranks: Ranks) -> None:
         """Record that a call was repeated on one rank. It needs no second time: one device is no faster as a rule."""
-        remember(self._ran, (kind, self.who(ranks, 1)), 2, KINDS)
+        self._ran[kind, self.who(ranks, 1)] = 2
 
     def described(self, kind: str, ranks: Ranks, count: int) -> dict[str, Any]:
         """Return the report's entry on the choice of a finished call: the ranks at work, and the best of the others."""

@@ -5,18 +5,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ..cache import MAX_ENTRIES, CacheFile
 from ..nested import tensors
+from ..recent import Recent
 
 SAMPLES = 9  # newest samples kept of a time
 LATEST = 3  # of these count for a choice: the least of them, so a single late call does not count, and a slower machine does
 SHORTEST, LONGEST = 1e-6, 1e9  # seconds; others are discarded
 PICTURE = 4  # dimensions of a tensor with pictures or videos: batch, channels, rows and columns
-
-K = TypeVar("K")
-V = TypeVar("V")
 
 
 def digest(*words: object) -> str:
@@ -49,8 +47,9 @@ class Times:
 
     def __init__(self, path: str | Path = "times.json") -> None:
         self._file = CacheFile(path)
-        self._changed: dict[str, tuple[float, ...]] = {}
-        self._samples = {name: given for name, entry in self._file.read().items() if (given := _samples(entry))}
+        self._changed: Recent[str, tuple[float, ...]] = Recent(MAX_ENTRIES)
+        read = {name: given for name, entry in self._file.read().items() if (given := _samples(entry))}
+        self._samples = Recent(MAX_ENTRIES, read)
 
     def of(self, kind: str, who: str) -> tuple[float, ...]:
         return self._samples.get(_name(kind, who), ())
@@ -58,17 +57,16 @@ class Times:
     def add(self, kind: str, who: str, seconds: float) -> None:
         if SHORTEST <= seconds < LONGEST:
             name, samples = _name(kind, who), (*self.of(kind, who), float(f"{seconds:.6g}"))[-SAMPLES:]
-            remember(self._samples, name, samples)
-            remember(self._changed, name, samples)
+            self._samples[name] = self._changed[name] = samples
 
     def forget(self, kind: str, who: str) -> None:
         if self._samples.pop(_name(kind, who), ()):
-            remember(self._changed, _name(kind, who), ())
+            self._changed[_name(kind, who)] = ()
 
     def save(self) -> None:
         if self._changed:
-            changed, self._changed = self._changed, {}
-            self._file.put({name: list(samples) for name, samples in changed.items()})
+            self._file.put({name: list(samples) for name, samples in self._changed.items()})
+            self._changed.clear()
 
 
 def least(samples: tuple[float, ...]) -> float:
@@ -84,11 +82,3 @@ def _samples(entry: Any) -> tuple[float, ...]:
     given = entry[-SAMPLES:] if isinstance(entry, list) else []
     good = all(isinstance(each, (int, float)) and not isinstance(each, bool) and SHORTEST <= each < LONGEST for each in given)
     return tuple(map(float, given)) if good else ()
-
-
-def remember(known: dict[K, V], name: K, value: V, most: int = MAX_ENTRIES) -> None:
-    """Put a value into a dict as its newest. With more than `most` values, forget the oldest."""
-    known.pop(name, None)
-    known[name] = value
-    if len(known) > most:
-        del known[next(iter(known))]

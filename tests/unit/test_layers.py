@@ -5,7 +5,7 @@ import ast
 import pytest
 from support.package import ROOT
 
-BASE = {"errors", "compat", "nested", "version", "comfyui", "cache", "pinned", "words", "system"}
+BASE = {"errors", "compat", "nested", "version", "comfyui", "cache", "pinned", "recent", "words", "system"}
 PARTS = {"engine/attention", "engine/weights"}
 ENGINE = {*BASE, "engine", "engine/ranks", "engine/exchange", *PARTS}
 BELOW_COMFY = {*ENGINE, "families", "vaes", "pool"}  # more of them for the side in ComfyUI's process
@@ -13,6 +13,7 @@ LAYERS = {
     "errors": set(),
     "compat": set(),
     "nested": set(),
+    "recent": set(),
     "version": set(),
     "comfyui": set(),
     "cache": {"system"},

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from cp_runtime.recent import Recent
 from cp_runtime.timing.times import SAMPLES, Times, kind_of, least
 
 
@@ -123,3 +124,10 @@ def test_what_is_no_file_counts_as_absent_and_nothing_is_left(file, make):
     keep(file)
     assert kept(file) == (() if make is Path.mkdir else (1.5,))
     assert [path.name for path in file.parent.iterdir()] == ["times.json"]
+
+
+def test_a_recent_dict_forgets_what_was_assigned_longest_ago():
+    recent = Recent(2, {"a": 1, "b": 2, "c": 3})
+    recent["b"] = 4
+    recent["d"] = 5
+    assert list(recent.items()) == [("b", 4), ("d", 5)]

@@ -11,6 +11,7 @@ from ...errors import PoolError
 from ...pool.config import check_host, split_device
 from ...pool.hosts import UNREACHED, check
 from ...pool.worker_pool import WorkerPool
+from ...recent import Recent
 from .runtime import CONTROLLER, device_inventory, worker_site
 
 CHECKING, WORKING = "checking", "working"
@@ -23,7 +24,7 @@ class Hosts:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._checked: dict[str, dict[str, Any]] = {}
+        self._checked: Recent[str, dict[str, Any]] = Recent(REMEMBERED_HOSTS)
         self._running: dict[str, Future[dict[str, Any]]] = {}
 
     def check(self, host: Any) -> Future[dict[str, Any]]:
@@ -65,8 +66,6 @@ class Hosts:
 
     def _note(self, host: str, state: str, reason: str, devices: list[dict[str, Any]]) -> dict[str, Any]:
         found = self._checked[host] = {"host": host, "state": state, "reason": reason, "devices": devices}
-        while len(self._checked) > REMEMBERED_HOSTS:
-            del self._checked[next(iter(self._checked))]
         CONTROLLER.journal.changed.set()
         return found
 

@@ -25,7 +25,7 @@ from torch.nn.parameter import is_lazy
 from ...compat import global_hooks, hooks_of
 from ...errors import MirrorError
 from ...nested import is_plain_storage_subclass
-from ...timing.times import remember
+from ...recent import Recent
 from ..shared.assigned import set_later
 from ..shared.fingerprint import CACHED, Code, alone, bodies_in, code_of, content_of, fields_of, found
 from ..shared.made import (
@@ -353,7 +353,7 @@ class _Writer(Pickler):
         it."""
         known = _remade.get(cls)
         if known is None or not known[1].holds():
-            remember(_remade, cls, known := _making(cls), CLASSES)
+            known = _remade[cls] = _making(cls)
         make, _ = known
         self.code[make[1][0]] = found(make[1][0])
         return make
@@ -371,10 +371,10 @@ def _of_library(hook: Any) -> bool:
 
 Making = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function of `made.MAKERS`, and its arguments, of which the first is the name of a function."""
-_remade: dict[type, tuple[Making, Code]] = {}
+CLASSES = 64
+_remade: Recent[type, tuple[Making, Code]] = Recent(CLASSES)
 """Classes that functions have made: how they are made again, and their code, as long as that holds. The code refers to them, so
 only the last ones are kept."""
-CLASSES = 64
 
 
 def _making(cls: Any) -> tuple[Making, Code]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...errors import ConfigError, PlanError
+from ...recent import Recent
 from ..call import RunningCall
 from ..ranks.collectives import RankGroup
 from ..ranks.config import PipelineSettings
@@ -56,7 +57,7 @@ class Pipeline:
     def __init__(self, stages: Stages, everyone: RankGroup, room: Callable[[], int | None] = lambda: None) -> None:
         self.stages, self._everyone, self._room = stages, everyone, room
         self._alone = SequenceMesh(None)
-        self._surveys: dict[object, Survey] = {}  # by form
+        self._surveys: Recent[object, Survey] = Recent(FORMS)  # by form
         self._replicates = False  # every rank holds all of some tokens
         self._kept: dict[object, tuple[object, KVCache, int]] = {}  # by conditioning: form, tensors, calls that have written them
         self._run = ""
@@ -135,8 +136,6 @@ class Pipeline:
                 states.append(call.state)
                 return call
 
-            if len(self._surveys) == FORMS:
-                del self._surveys[next(iter(self._surveys))]
             self._surveys[part.form] = Survey(self.stages.survey(partial(part.run, self._alone, noted)), {})
             self._replicates |= any(state.replicates for state in states)  # some only where a block of a new kind ran
         survey = self._surveys[part.form]
