@@ -45,20 +45,12 @@ class CompileSettings:
         backend, mode, options: as in `torch.compile`; options as pairs, so that settings can be compared.
         dynamic: whether sizes may change without recompilation; None = not at first: fixed sizes need fewer checks, which are
             time of the host in every block. At a second size torch compiles once more, for all that follow.
-
-    Raises:
-        ValueError: an option outside OPTIONS, or a value that is no number. It may come from another computer.
     """
 
     backend: str = "inductor"
     mode: str | None = None
     options: tuple[tuple[str, Any], ...] = ()
     dynamic: bool | None = None
-
-    def __post_init__(self) -> None:
-        for name, value in self.options:
-            if name not in OPTIONS or not isinstance(value, (bool, int)):
-                raise ValueError(f"option {name}={value!r} of torch.compile")
 
     @property
     def arguments(self) -> dict[str, Any]:

@@ -18,20 +18,11 @@ PLANS: dict[str, FamilyPlan] = {
     if isinstance(plan, FamilyPlan)
 }
 
-UNSTAGED = {
-    "HiDream-O1": "its blocks keep keys and values for later steps, and skipped blocks keep none",
-    "SeedVR2": "its blocks keep the lengths of windows for the next ones, and skipped blocks keep none",
-    "Qwen-Image 2.1": "it divides its tokens before the blocks, for all of them",
-    "SenseNova U1.5": "the model calls other methods of its blocks than forward",
-    "Wan-Animate 2": "the model calls other methods of its blocks than forward",
-}
-"""Families whose blocks cannot be divided into stages -> reason."""
-
 
 def most_stages(model: nn.Module) -> int:
     """Return the largest number of stages for a model; 0 = it cannot be divided, or has no plan."""
     plan = PLANS.get(class_name(model))
-    return 0 if plan is None or plan.family in UNSTAGED else len(staged_blocks(model, plan))
+    return 0 if plan is None or plan.unstaged else len(staged_blocks(model, plan))
 
 
 def class_name(model: nn.Module) -> str:

@@ -59,6 +59,7 @@ class FamilyPlan(ShardingPlan):
         attention_names: full names under which modules call ComfyUI's attention without passing transformer_options; a trailing
             "()" marks a function that returns the attention to call, as for a device.
         shares_batch: arguments of a call -> whether each item is computed independently of the others; None = always.
+        unstaged: reason why its blocks cannot be divided into stages; "" = they can.
         rebuilt: "argument.key" of objects in dicts that the forward rebuilds if they are missing: not sent to the workers.
     """
 
@@ -68,6 +69,7 @@ class FamilyPlan(ShardingPlan):
     control: Mapping[str, str | tuple[str, ...] | None] = field(default_factory=dict)
     attention_names: tuple[str, ...] = ()
     shares_batch: Callable[[Mapping[str, Any]], bool] | None = None
+    unstaged: str = ""
     rebuilt: tuple[str, ...] = ()
 
     def batch_is_shared(self, arguments: Mapping[str, Any]) -> bool:

@@ -59,6 +59,7 @@ def same_object(state: CallState, value: Any, where: str) -> Any:
 HIDREAM_O1 = FamilyPlan(
     family="HiDream-O1",
     model_class="comfy.ldm.hidream_o1.model.HiDreamO1Transformer",
+    unstaged="its blocks keep keys and values for later steps, and skipped blocks keep none",
     shares_batch=lambda arguments: False,  # every item uses the text, the references and the cached keys of the first
     modules={
         "": ModulePlan(inputs={"kwargs.ref_pixel_values": same_object}),

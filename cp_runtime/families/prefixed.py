@@ -60,6 +60,7 @@ QWEN_IMAGE_21 = FamilyPlan(
     family="Qwen-Image 2.1",
     model_class="comfy.ldm.qwen_image21.model.QwenImage21Transformer2DModel",
     since="0.37.0",
+    unstaged="it divides its tokens before the blocks, for all of them",
     modules={
         ":build_sequence": ModulePlan(outputs={2: segments}),
         ":select_prefix_cache": ModulePlan(inputs={"options": without_cache}),
@@ -76,6 +77,7 @@ SENSENOVA = FamilyPlan(
     family="SenseNova U1.5",
     model_class="comfy.ldm.sensenova.model.SenseNovaU15",
     since="0.36.0",
+    unstaged="the model calls other methods of its blocks than forward",
     modules={
         "language_model.model.layers.*:forward_prefix": ModulePlan(
             inputs={"prefix": tokens(PREFIX), "prefix_rope": side(PREFIX, dim=2, dims=4)}, attention=PREFIX

@@ -24,6 +24,7 @@ def local_counts(state: CallState, value: Any, where: str) -> Any:
 SEEDVR2 = FamilyPlan(
     family="SeedVR2",
     model_class="comfy.ldm.seedvr.model.NaDiT",
+    unstaged="its blocks keep the lengths of windows for the next ones, and skipped blocks keep none",
     modules={
         "blocks.*": ModulePlan(inputs={"vid": TOKENS}),
         "blocks.*.ada": ModulePlan(inputs={"kwargs.hid_len": local_counts}),

@@ -232,6 +232,7 @@ ANIMATE_2 = replace(
     family="Wan-Animate 2",
     model_class="comfy.ldm.wan.model_animate2.WanAnimate2Model",
     since="0.33.0",
+    unstaged="the model calls other methods of its blocks than forward",
     modules={
         "blocks.*:forward_pose": ModulePlan(
             inputs={"x": tokens(POSES, frames=pose_frames), "freqs": side(POSES, dim=1, dims=6)},

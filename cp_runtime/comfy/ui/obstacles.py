@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ...engine.compiled import CompileSettings
 from ...errors import MirrorError, PlanError, UnsupportedError
-from ...families import PLANS, UNSTAGED, class_name, most_stages, plan_for
+from ...families import PLANS, class_name, most_stages, plan_for
 from ...pool.config import RuntimeConfig
 from ...pool.settings import STAGED
 from ..shared.fingerprint import classes_of
@@ -92,9 +92,9 @@ def check_experts(model: nn.Module, devices: Iterable[str]) -> None:
 def check_stages(patcher: Any, config: RuntimeConfig) -> None:
     """Refuse a model that cannot run in the stages or patches of a config."""
     plan, pipeline = PLANS[class_name(patcher.model.diffusion_model)], config.pipeline
-    if (config.weights == STAGED or pipeline is not None) and plan.family in UNSTAGED:
+    if (config.weights == STAGED or pipeline is not None) and plan.unstaged:
         raise UnsupportedError(
-            f"{plan.family} cannot be divided into stages: {UNSTAGED[plan.family]}. Set weights of CP Config to auto, and remove "
+            f"{plan.family} cannot be divided into stages: {plan.unstaged}. Set weights of CP Config to auto, and remove "
             "CP PipeFusion."
         )
     stages, most = config.staged.stages, most_stages(patcher.model.diffusion_model)

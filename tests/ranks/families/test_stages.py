@@ -7,7 +7,7 @@ import pytest
 from support import families
 from support.faults import SOAK
 
-from cp_runtime.families import PLANS, UNSTAGED
+from cp_runtime.families import PLANS
 
 # stages, ranks of each stage, batch degree, patches
 MODES = {
@@ -27,7 +27,7 @@ ELSEWHERE = ("ace_step15",)  # these differ by rounding on one rank, too
 def applies(mode, family, number, case):
     """Whether a case, the `number`th of its family, runs in that mode."""
     plan = PLANS[families.load(family).MODELS[case.model].cls]
-    if plan.family in UNSTAGED:
+    if plan.unstaged:
         return False
     if mode == "3 stages":
         return family in DEEP and (SOAK or number == 0)
