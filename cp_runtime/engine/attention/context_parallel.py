@@ -130,28 +130,50 @@ def context_parallel_attention(
             mask = once(("causal", U, *layouts, merged_as), q_layout, partial(_causal, device, rows, *layouts, merged_as))
 
     q_owned, k_owned = q_layout.owned_positions(rank, device), k_layout.owned_positions(rank, device)
-    if q_owned is not None:
-        q_BLHD = q_BLHD.index_select(1, q_owned)
-    if k_owned is not None:
-        k_BLKD, v_BLKD = (t.index_select(1, k_owned) for t in (k_BLKD, v_BLKD))
-    if (times := K // k_BLKD.shape[2]) > 1:
-        k_BLKD, v_BLKD = (t.repeat_interleave(times, 2) for t in (k_BLKD, v_BLKD))
+    q_BLHD, k_BLKD, v_BLKD = contributed(q_BLHD, k_BLKD, v_BLKD, q_owned, k_owned, K)
     with_lse: Callable[..., tuple[Tensor, Tensor]] | None = None
     if merging:
         with_lse = partial(attend_with_lse, scale=scale, kernel=_agreed(kernel, q_BLHD, k_BLKD, mask, mesh))
     kernels = attend or sdpa(scale, by_kernel), with_lse
 
     def over_chunks(qkv: list[Tensor], units: tuple[int, int]) -> Tensor:
-        own = mask
-        if mask is not None and mask.ndim > 2 and mask.shape[-3] == H > 1:
-            own = mask[..., units[0] * (H // K) : units[1] * (H // K), :, :]
-        return _over_chunks(ring, qkv, own, spans, *kernels, config)
+        return _over_chunks(ring, qkv, of_heads(mask, units, H, K), spans, *kernels, config)
 
     if U == 1:
         out_BLHD = over_chunks([t.transpose(1, 2) for t in (q_BLHD, k_BLKD, v_BLKD)], (0, K)).transpose(1, 2)
     else:
         out_BLHD = in_rounds(exchanges, q_BLHD, k_BLKD, v_BLKD, lengths, H // K, over_chunks, config.exchange == EIGHT_BIT)
-    return _held(out_BLHD, mesh, q_layout, q_owned)
+    held_BLHD = held(out_BLHD, q_owned, q_layout.local_lengths[rank])
+    for share, place, shares in q_layout.replicated(rank):
+        held_BLHD[:, place] = mesh.whole.all_gather([out_BLHD[:, share]], shares, 1)[0]
+    return held_BLHD
+
+
+def contributed(
+    q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, q_owned: Tensor | None, k_owned: Tensor | None, kv_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the tokens at `q_owned` and `k_owned` (None = all), with as many heads of keys and values as `kv_heads`."""
+    if q_owned is not None:
+        q_BLHD = q_BLHD.index_select(1, q_owned)
+    if k_owned is not None:
+        k_BLKD, v_BLKD = (t.index_select(1, k_owned) for t in (k_BLKD, v_BLKD))
+    if (times := kv_heads // k_BLKD.shape[2]) > 1:
+        k_BLKD, v_BLKD = (t.repeat_interleave(times, 2) for t in (k_BLKD, v_BLKD))
+    return q_BLHD, k_BLKD, v_BLKD
+
+
+def of_heads(mask: Tensor | None, units: tuple[int, int], heads: int, kv_heads: int) -> Tensor | None:
+    """Return a mask for some of the heads. `units`: the first of their key/value heads, and the one behind the last."""
+    if mask is None or mask.ndim < 3 or mask.shape[-3] != heads or heads == 1:
+        return mask
+    return mask[..., units[0] * (heads // kv_heads) : units[1] * (heads // kv_heads), :, :]
+
+
+def held(out_BLHD: Tensor, owned: Tensor | None, length: int) -> Tensor:
+    """Return results for `length` tokens, given those of the tokens at `owned` (None = all); the others are 0."""
+    if owned is None:
+        return out_BLHD
+    return out_BLHD.new_zeros((out_BLHD.shape[0], length, *out_BLHD.shape[2:])).index_copy_(1, owned, out_BLHD)
 
 
 def _agreed(kernel: str | None, q: Tensor, k: Tensor, mask: Tensor | None, mesh: SequenceMesh) -> str | None:
@@ -242,17 +264,6 @@ def _head_by_head(tensors: list[Tensor]) -> Iterator[Tensor]:
     while tensors:
         tensor = tensors.pop()
         yield tensor.contiguous() if tensor.is_cpu else tensor
-
-
-def _held(out_BLHD: Tensor, mesh: SequenceMesh, layout: JointLayout, owned: Tensor | None) -> Tensor:
-    """Return the results of all tokens that this rank holds, given the results of the tokens at `owned`, which it contributes."""
-    held = out_BLHD
-    if owned is not None:
-        held = out_BLHD.new_zeros((out_BLHD.shape[0], layout.local_lengths[mesh.rank], *out_BLHD.shape[2:]))
-        held.index_copy_(1, owned, out_BLHD)
-    for share, place, shares in layout.replicated(mesh.rank):
-        held[:, place] = mesh.whole.all_gather([out_BLHD[:, share]], shares, 1)[0]
-    return held
 
 
 def _check(

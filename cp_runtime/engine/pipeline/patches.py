@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from ...errors import PlanError
-from ..attention.context_parallel import Attend, in_rounds, sdpa
+from ..attention.context_parallel import Attend, contributed, held, in_rounds, of_heads, sdpa
 from ..attention.ulysses import HeadExchange, repeats
 from ..plan import ShardingPlan
 from ..ranks.config import EIGHT_BIT
@@ -79,23 +79,15 @@ class PatchCall(StagedCall):
         rank, size, H, device = self.state.rank, self.mesh.size, q_BLHD.shape[2], q_BLHD.device
         k_owned = k_layout.owned_positions(rank, device)
         q_owned = q_layout.owned_positions(rank, device) if size > 1 else None
-        if q_owned is not None:
-            q_BLHD = q_BLHD.index_select(1, q_owned)
-        if k_owned is not None:
-            k_BLKD, v_BLKD = (t.index_select(1, k_owned) for t in (k_BLKD, v_BLKD))
-        if (times := repeats(H, k_BLKD.shape[2], size)) > 1:
-            k_BLKD, v_BLKD = (t.repeat_interleave(times, 2) for t in (k_BLKD, v_BLKD))
-        K = k_BLKD.shape[2]
+        K = k_BLKD.shape[2] * repeats(H, k_BLKD.shape[2], size)
+        q_BLHD, k_BLKD, v_BLKD = contributed(q_BLHD, k_BLKD, v_BLKD, q_owned, k_owned, K)
         if mask is not None:
             mask = self._placed(mask, q_layout, k_layout, q_layout.positions(self._patch, device, held=size == 1))
 
         def over_heads(qkv: list[Tensor], units: tuple[int, int]) -> Tensor:
-            own = mask
-            if mask is not None and mask.ndim > 2 and mask.shape[-3] == H > 1:
-                own = mask[..., units[0] * (H // K) : units[1] * (H // K), :, :]
             q_BHCD, k_BKCD, v_BKCD = qkv
             keys, values = (self._put((name, units), t, k_layout, 2) for name, t in (("keys", k_BKCD), ("values", v_BKCD)))
-            return attend(q_BHCD, keys, values, own) if q_BHCD.shape[1] and q_BHCD.shape[2] else q_BHCD
+            return attend(q_BHCD, keys, values, of_heads(mask, units, H, K)) if q_BHCD.shape[1] and q_BHCD.shape[2] else q_BHCD
 
         if size == 1:
             return over_heads([t.transpose(1, 2) for t in (q_BLHD, k_BLKD, v_BLKD)], (0, K)).transpose(1, 2)
@@ -105,10 +97,7 @@ class PatchCall(StagedCall):
         lengths = q_layout.owned_lengths[owned], k_layout.owned_lengths[owned]
         coded = config.exchange == EIGHT_BIT
         out_BLHD = in_rounds(exchanges, q_BLHD, k_BLKD, v_BLKD, lengths, H // K, over_heads, coded)
-        if q_owned is None:
-            return out_BLHD
-        held = out_BLHD.new_zeros((out_BLHD.shape[0], q_layout.local_lengths[rank], *out_BLHD.shape[2:]))
-        return held.index_copy_(1, q_owned, out_BLHD)
+        return held(out_BLHD, q_owned, q_layout.local_lengths[rank])
 
     def _placed(self, mask: Tensor, q_layout: JointLayout, k_layout: JointLayout, rows: Tensor) -> Tensor:
         """Return a mask with this patch's rows, or a single one, and all keys, in joint order."""
