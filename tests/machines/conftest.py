@@ -2,6 +2,7 @@
 a computer that ssh reaches by the name pc2."""
 
 import os
+import socket
 import subprocess
 from functools import partial
 from pathlib import Path
@@ -10,10 +11,10 @@ from threading import Thread
 import psutil
 import pytest
 from support import checkpoints, preloaded
-from support.faults import Faults
+from support.faults import Faults, wait_for
 from support.graphs import flux_prompt
 from support.server import ComfyServer
-from support.sshd import Host
+from support.sshd import PORT, Host
 
 BETWEEN = "CP_TEST_MACHINES"
 """Environment variable with the name of the other namespace."""
@@ -73,4 +74,15 @@ def expected(two):
 
 
 def cable(up):
+    """Plug the cable in, or pull it. Plugged in, the other computer is reached when this returns: its address is looked up anew."""
     subprocess.run(["ip", "netns", "exec", THERE, "ip", "link", "set", "vb", "up" if up else "down"], check=True)
+    if up:
+        wait_for(reached, 30)
+
+
+def reached():
+    try:
+        socket.create_connection(("10.77.0.2", PORT), timeout=1).close()
+    except OSError:
+        return False
+    return True
