@@ -10,7 +10,11 @@ from typing import Any
 
 FACE = {"comfy.ldm.wan.model_animate": {32: 8, 64: 12, 128: 16, 256: 24, 512: 48, 1024: 72}}
 LYRIC_ENCODER = {"comfy.ldm.ace.lyric_encoder": {1024: 64, 4096: 128, 6: 2}}
-AT_IMPORT = {**FACE, **LYRIC_ENCODER}
+LAYERS, HIDDEN = 8, 32
+"""Of the language model that gives MiniMax Music 3 its conditioning."""
+# Width, width with latents and the known, inner width, hidden width, layers. Three heads.
+MUSIC = {"comfy.ldm.minimax_music.dit": {2048: 192, 2304: 448, 8192: 256, 4096: HIDDEN, 36: 2}}
+AT_IMPORT = {**FACE, **LYRIC_ENCODER, **MUSIC}
 """Also in code that runs after a model is made: every process has these from the import on, as ranks load no file that names
 them."""
 

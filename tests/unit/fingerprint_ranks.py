@@ -36,6 +36,17 @@ classes = classes_of(wan)
 first = code_of(classes)
 backwards = code_of(sorted(classes, key=lambda cls: cls.__qualname__, reverse=True))
 report(name="stock", names=len(first.hashes), backwards=differing(first.hashes, backwards.hashes), holds=first.holds())
+with patch.object(comfy.ldm.modules.attention.optimized_attention, "mark", 1, create=True):
+    imported = [
+        (f"{module.__name__}:optimized_attention", module.optimized_attention)
+        for module in (comfy.ldm.flux.math, comfy.ldm.wan.model)
+    ]
+    there, back = (code_of((), dict(order)).hashes for order in (imported, imported[::-1]))
+report(
+    name="a function with an attribute, under two names",
+    found=[name for name in there if "mark" in name],
+    backwards=differing(there, back),
+)
 
 
 def by_value(network):

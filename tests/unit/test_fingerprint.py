@@ -16,6 +16,12 @@ def test_names_do_not_depend_on_the_order_of_visits(seen):
     assert (seen["stock"]["backwards"], seen["stock"]["holds"]) == ([], True)
 
 
+def test_an_attribute_of_a_function_has_one_name_whichever_module_is_first(seen):
+    report = seen["a function with an attribute, under two names"]
+    assert report["found"]
+    assert report["backwards"] == []
+
+
 def test_what_ranks_would_not_do_otherwise_is_no_change(seen):
     assert [seen[name]["names"] for name in ("afterwards", "harmless", "progress", "compiled")] == [[], [], [], []]
 

@@ -276,7 +276,7 @@ class _Walk:
         self._done.add((id(function), further))
         self._functions.append((function, body, function.__defaults__, function.__kwdefaults__))
         if follows:
-            self._attributes(name, function)
+            self._attributes(function)
         if module in ELSEWHERE:
             return
         if follows:
@@ -285,9 +285,10 @@ class _Walk:
         elif further:
             self._left.append(functools.partial(self._names_of_library, function.__globals__, names_in(body)))
 
-    def _attributes(self, name: str, function: FunctionType) -> None:
-        """Note constants that somebody has set on a function: those that no code sets itself, as counters are."""
-        held = vars(function)
+    def _attributes(self, function: FunctionType) -> None:
+        """Note constants that somebody has set on a function: those that no code sets itself, as counters are. Under its own name:
+        which of its other names is found first depends on the order of the visits."""
+        held, name = vars(function), full_name(function)
         self._sizes.append((held, len(held)))
         for attribute in held.keys() - assigned(function.__code__, "STORE_ATTR"):
             if isinstance(held[attribute], PLAIN):

@@ -43,5 +43,6 @@ def _library_folders() -> tuple[str, ...]:
     import site
 
     names = ("stdlib", "platstdlib", "purelib", "platlib")
-    folders = {*map(sysconfig.get_path, names), *site.getsitepackages(), site.getusersitepackages()}
+    added = (path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages"))  # by PYTHONPATH, or .pth
+    folders = {*map(sysconfig.get_path, names), *site.getsitepackages(), site.getusersitepackages(), *added}
     return tuple(os.path.join(os.path.abspath(folder), "") for folder in folders if folder)

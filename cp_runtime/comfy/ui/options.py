@@ -13,8 +13,9 @@ from ...engine.compiled import OPTIONS, CompileSettings
 from ...errors import UnsupportedError
 from ...pool.protocol import Unsent
 
-# Entries that only the UI process reads: functions, and ids for its bookkeeping.
-UI_ONLY = ("wrappers", "callbacks", "uuids", "patches", "patches_replace", "prefetch_dynamic_vbars")
+# Entries that only the UI process reads: functions, ids for its bookkeeping, and Wan-Animate 2's cache of what a forward computes
+# anew without it.
+UI_ONLY = ("wrappers", "callbacks", "uuids", "patches", "patches_replace", "prefetch_dynamic_vbars", "animate2_cache")
 SENDABLE = (type(None), bool, int, float, str, Tensor, dtype, device, list, tuple, dict)
 KEYS = (type(None), bool, int, float, str, tuple)  # of mappings
 

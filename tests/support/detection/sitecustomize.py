@@ -129,6 +129,7 @@ AT_IMPORT = {
     "cp_runtime.pool.worker": look_for_faults,
     "comfy.ldm.wan.model_animate": resize,
     "comfy.ldm.ace.lyric_encoder": resize,
+    "comfy.ldm.minimax_music.dit": resize,
 }
 for module, patch in AT_IMPORT.items():
     if module in sys.modules:  # of the process that this one was forked from

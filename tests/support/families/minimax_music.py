@@ -5,11 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..sizes import HIDDEN, LAYERS, MUSIC
 from . import Case, Model, Served, denoise
-
-LAYERS, HIDDEN = 8, 32  # of the language model that gives the conditioning
-# Width, width with latents and the known, inner width, hidden width, layers. Three heads.
-SIZES = {"comfy.ldm.minimax_music.dit": {2048: 192, 2304: 448, 8192: 256, 4096: HIDDEN, 36: 2}}
 
 
 def init(name: str, tensor: Tensor, values: Tensor) -> Tensor | None:
@@ -21,7 +18,7 @@ def init(name: str, tensor: Tensor, values: Tensor) -> Tensor | None:
 
 MODELS = {
     "minimax music": Model("comfy.ldm.minimax_music.dit.MiniMaxMusic3DiT", {}, "MiniMaxMusic3", {"audio_model": "minimax_music3"},
-        init, sizes=SIZES, since="0.33.0"),
+        init, sizes=MUSIC, since="0.33.0"),
 }  # fmt: skip
 
 
