@@ -85,7 +85,7 @@ def test_seamless_pictures_by_another_method(served, server):
     assert server.worker_pids() == pids
 
 
-@pytest.mark.parametrize("served", ["wan_t2v"])
+@pytest.mark.parametrize("served", ["flux"])
 def test_a_model_that_a_removed_node_has_changed(served, server):
     """It stays so until it is loaded again, as in stock."""
     make = of(served)
