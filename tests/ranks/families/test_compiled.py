@@ -33,6 +33,7 @@ CASES = {
 # What this ComfyUI has of them.
 CASES = {run: [(family, case) for family, case in cases if case in names_of(family)] for run, cases in CASES.items()}
 KEYS = [(run, *case) for run, cases in CASES.items() for case in cases]
+SEVERAL_SIZES = ("music two windows",)  # its windows are of two sizes in the first call, so that a second one needs no more
 TOLERANCE = 1e-5  # standard deviations
 
 
@@ -50,7 +51,7 @@ def test_compiled_blocks_compute_what_one_process_does(key, run_cases):
     graphs = dict(zip(report["differences"], report["graphs"], strict=True))
     first, again = graphs.pop("first"), graphs.pop("other size")
     assert 0 < first <= 2 * len(report["kinds"]) <= sum(report["kinds"].values())
-    assert 0 < again <= first
+    assert (0 if case[-1] in SEVERAL_SIZES else 1) <= again <= first
     assert not any(graphs.values()), f"compiled again for: {graphs}"
     assert report["breaks"] == 0
     assert reports[case[0], "removed"]["forwards"] == 0
