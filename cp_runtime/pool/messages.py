@@ -353,7 +353,7 @@ class Load(Request[Loaded]):
     name: str  # for people
     network: Tree  # bytes of `comfy.shared.values.packed`
     blocks: tuple[Block, ...]  # memory that its weights are in
-    patches: tuple[Tree, ...]  # `comfy.ui.objects.Written.leaves`
+    patches: tuple[Tree, ...]  # `comfy.shared.objects.Written.leaves`
     patches_uuid: str
     placement: str = "whole"
     device_bytes: int = 0  # of weights that one rank keeps on its device
@@ -392,7 +392,7 @@ class AttachNetwork(Request[Done]):
     """Hold a network that patches of other nodes refer to by this key."""
 
     key: str
-    leaves: tuple[Tree, ...]  # `comfy.ui.objects.Written.leaves`
+    leaves: tuple[Tree, ...]  # `comfy.shared.objects.Written.leaves`
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from support.models import build
 from support.ranks import finish, report, start
 
 from cp_runtime.comfy.rank.objects import read
-from cp_runtime.comfy.ui.objects import Settings, write
+from cp_runtime.comfy.shared.objects import Settings, write
 from cp_runtime.nested import tensors
 
 start()

@@ -38,7 +38,7 @@ DYNAMIC_IMPORTS = {
 }
 # Parts of FORBIDDEN_MODULES, each with its reason.
 PARTS = {
-    ("cp_runtime/comfy/ui/objects.py", "pickle.Pickler"): "ComfyUI's process writes for its own ranks, and reads nothing",
+    ("cp_runtime/comfy/shared/objects.py", "pickle.Pickler"): "ComfyUI's process writes for its own ranks, and reads nothing",
     ("cp_runtime/comfy/rank/objects.py", "pickle.Unpickler"): "a rank, for its parent; `ui` imports nothing of `rank`",
 }
 # Uses of FORBIDDEN_CALLS, each with its reason.

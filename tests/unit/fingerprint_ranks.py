@@ -27,7 +27,7 @@ from support.ranks import finish, report, start
 
 start()
 from cp_runtime.comfy.shared.fingerprint import classes_of, code_of, differing, found  # noqa: E402
-from cp_runtime.comfy.ui.objects import Settings, write  # noqa: E402
+from cp_runtime.comfy.shared.objects import Settings, write  # noqa: E402
 from cp_runtime.errors import MirrorError  # noqa: E402
 
 wan = build(families.load("wan").MODELS["wan t2v"])

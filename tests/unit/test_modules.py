@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from cp_runtime.comfy.shared.modules import module_name, modules_named, take_module
-from cp_runtime.comfy.ui.objects import write
+from cp_runtime.comfy.shared.objects import write
 from cp_runtime.errors import MirrorError
 
 NAMES = {

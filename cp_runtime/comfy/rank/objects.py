@@ -1,4 +1,4 @@
-"""Reads values that the parent of this process has written: see `ui.objects`. They come over this rank's own channel."""
+"""Reads values that the parent of this process has written: see `shared.objects`. They come over this rank's own channel."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def read(
 
     Args:
         device: for what was on a device of its own there.
-        referred: returns what this process has for a reference of `ui.objects.Settings.refer`.
+        referred: returns what this process has for a reference of `shared.objects.Settings.refer`.
     """
     reader = _Reader(io.BytesIO(data), tensors, device, referred)
     return Read(reader.load(), frozenset(reader.classes))
 
 
 def read_leaves(leaves: Sequence[Tensor], device: torch.device) -> Any:
-    """Read `ui.objects.Written.leaves`, in host memory. What is read keeps that."""
+    """Read `shared.objects.Written.leaves`, in host memory. What is read keeps that."""
     return read(leaves[0].numpy().tobytes(), leaves[1:], device).thing
 
 

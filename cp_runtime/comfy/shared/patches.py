@@ -1,6 +1,6 @@
 """Patches of other nodes that ranks compute with: code in the transformer (`transformer_options`), and weight patches.
 
-A patch is a function of a node's code, or an object. Ranks get it by value (`ui.objects`): its code by name, its data as it is.
+A patch is a function of a node's code, or an object. Ranks get it by value (`shared.objects`): its code by name, its data as it is.
 What they may compute on a part of the tokens is listed in MIRRORED. A patch sees its rank's tokens, like the forward; if it
 expects anything else, MIRRORED names the adapter.
 """

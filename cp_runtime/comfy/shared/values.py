@@ -45,10 +45,10 @@ class Value(NamedTuple):
 
     Args:
         key: names this state of this model.
-        data: of `ui.objects.write`: the network, the class of its patcher, `Facts`.
+        data: of `shared.objects.write`: the network, the class of its patcher, `Facts`.
         places: of its tensors.
         blocks: memory in which these are.
-        names, classes: see `ui.objects.Written`.
+        names, classes: see `shared.objects.Written`.
     """
 
     key: str

@@ -20,9 +20,9 @@ from ...errors import UnsupportedError
 from ...pool.messages import Described, Loaded
 from ..shared.fingerprint import Code, code_of, differing, digest_of, found
 from ..shared.modules import full_name
+from ..shared.objects import Settings, write
 from ..shared.weights import network_of, sample
 from .notes import Asking
-from .objects import Settings, write
 from .packs import in_order, is_comfy, pack_of, packs_naming, packs_of
 from .weight_patches import code_of_weight_patches
 

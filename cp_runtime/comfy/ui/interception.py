@@ -27,11 +27,11 @@ from ...families import PLANS, class_name
 from ...nested import tensors
 from ...pool.config import RuntimeConfig
 from ..shared.forward import CONDITIONINGS
+from ..shared.objects import write
 from ..shared.patches import applied_patches
 from ..shared.weights import PREFIX, model_dtype
 from .fingerprints import code_of_patches
 from .notes import on_ranks
-from .objects import write
 from .obstacles import check_call, check_own_forward, compile_of, computes_here, options_for_ranks, unsent
 from .options import SENDABLE, plain_options
 from .watching import has_foreign_wrapper

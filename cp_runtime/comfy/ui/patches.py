@@ -19,10 +19,10 @@ from ..shared.assigned import names_in
 from ..shared.fingerprint import classes_of
 from ..shared.forward import PATCHES
 from ..shared.modules import full_name
+from ..shared.objects import Settings, write
 from ..shared.pack_objects import OBJECTS, ObjectPatch
 from ..shared.patches import MIRRORED, Patch, code_of, map_patches, name_of
 from ..shared.weights import PREFIX
-from .objects import Settings, write
 from .pack_nodes import display_name, made_by, name_in_pack, node_of
 
 # Nodes whose patches cannot be mirrored -> reason.

@@ -30,9 +30,9 @@ from ...pool.blocks import SharedBlock
 from ...system import system
 from ..shared.fingerprint import PLAIN
 from ..shared.modules import LOADER_SETTINGS
+from ..shared.objects import Settings, Written, write
 from ..shared.values import Facts, Place, Value, extent
 from ..shared.weights import AS_IN_FILE, PREFIX, is_dynamic, is_small, model_dtype, network_of, sample
-from .objects import Settings, Written, write
 from .packs import PACKAGE
 
 LARGE = 1 << 20  # bytes

@@ -12,7 +12,7 @@ from typing import Any
 
 from ...errors import MirrorError
 from ..shared.modules import full_name
-from .objects import Written, write
+from ..shared.objects import Written, write
 
 
 def written_patches(patches: Mapping[str, Any]) -> Written:

@@ -15,7 +15,7 @@ from support.ranks import finish, report, start, worst
 
 from cp_runtime.comfy.shared import fingerprint
 from cp_runtime.comfy.shared.fingerprint import classes_of, code_of
-from cp_runtime.comfy.ui.objects import Settings, write
+from cp_runtime.comfy.shared.objects import Settings, write
 from cp_runtime.engine.hooks import InstalledPlan
 from cp_runtime.engine.ranks.mesh import BatchMesh
 from cp_runtime.families import plan_for

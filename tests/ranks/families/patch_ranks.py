@@ -20,8 +20,8 @@ from cp_runtime.comfy.rank.layers import functions_of
 from cp_runtime.comfy.rank.objects import read_leaves
 from cp_runtime.comfy.shared.attention import SAGE_MODES, attention_function
 from cp_runtime.comfy.shared.forward import LAYERS, PATCHES
+from cp_runtime.comfy.shared.objects import write
 from cp_runtime.comfy.ui.attention import _name_of, checked_name
-from cp_runtime.comfy.ui.objects import write
 from cp_runtime.comfy.ui.obstacles import check_classes
 from cp_runtime.comfy.ui.patches import PatchSet
 from cp_runtime.engine.attention.kernels import installed

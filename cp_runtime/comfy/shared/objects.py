@@ -26,9 +26,9 @@ from ...compat import global_hooks, hooks_of
 from ...errors import MirrorError
 from ...nested import is_plain_storage_subclass
 from ...recent import Recent
-from ..shared.assigned import set_later
-from ..shared.fingerprint import CACHED, Code, alone, bodies_in, code_of, content_of, fields_of, found
-from ..shared.made import (
+from .assigned import set_later
+from .fingerprint import CACHED, Code, alone, bodies_in, code_of, content_of, fields_of, found
+from .made import (
     HOOKS,
     MAKERS,
     bind_method,
@@ -45,8 +45,8 @@ from ..shared.made import (
     own_device,
     set_fields,
 )
-from ..shared.modules import BOOKKEEPING, LOCALS, PACKS, find, full_name, module_name, modules_named, take_module
-from ..shared.origin import in_library
+from .modules import BOOKKEEPING, LOCALS, PACKS, find, full_name, module_name, modules_named, take_module
+from .origin import in_library
 
 INSIDE = frozenset({"training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
 """Of what every module has, what counts here."""
