@@ -90,6 +90,18 @@ def _no_network(network: nn.Module) -> Sequence[Tensor]:
     raise ProtocolError(f"a call without patches has a network, {type(network).__name__}")
 
 
+class Unlisted(Protocol):
+    """Patches of other nodes that no table lists."""
+
+    def check(self, difference: float | None, changed: bool) -> None:
+        """Raise UnsupportedError if a call with them is not to be trusted.
+
+        Args:
+            difference: of its result from that on one device, in standard deviations; None = it was not compared.
+            changed: they have changed in it.
+        """
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelCall:
     """One call of a method of a model: of a transformer's innermost forward, or of a VAE's decode or encode."""
@@ -101,6 +113,8 @@ class ModelCall:
     in_place: tuple[str, ...]  # arguments that ranks leave in the memory of the message: each copies only its part
     encode_network: Callable[[nn.Module], Sequence[Tensor]] = _no_network  # writes those of patches
     mixes_batch: bool = False  # another node's patch needs all items of the batch
+    by_conditioning: bool = False  # another node's patch needs all items of a conditioning, such as one half of CFG
+    unlisted: Unlisted | None = None  # patches that no table lists, in the first call with them
     all_tokens: bool = False  # its attention needs all tokens of a head at once
     networks: Mapping[str, nn.Module] = field(default_factory=dict)  # networks of patches in the arguments, by key
     code: Code | None = None  # of patches in the arguments

@@ -120,6 +120,7 @@ class Controller:
                 out, record = run(call)
             if call.sampling:
                 self.journal.run.add(record)
+                self._check_unlisted(config, target, call, out, record, cancelled)
                 extra = self._compare(config, target, call, out, record, cancelled)
                 self.journal.run.inside(time.monotonic() - began, extra)
             return out
@@ -174,6 +175,25 @@ class Controller:
             self._end()
         finally:
             self._lock.release()
+
+    def _check_unlisted(
+        self,
+        config: RuntimeConfig,
+        target: ModelState,
+        call: ModelCall,
+        out: Any,
+        record: CallRecord,
+        cancelled: Callable[[], bool],
+    ) -> None:
+        """Compare the first call with patches that no table lists with one device."""
+        if call.unlisted is None or self.workers is None:
+            return
+        alone = None
+        if record.at_work > 1:
+            log.info("running this call once more, on one device: %s", call.unlisted)
+            alone = self.workers.measure(config, target, call, self.journal.run, cancelled)
+        changed = any(report.outcome.patches_changed for report in record.reports)
+        call.unlisted.check(None if alone is None else difference(out, alone), changed)
 
     def _compare(
         self,

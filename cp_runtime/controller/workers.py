@@ -144,7 +144,7 @@ class Workers:
         failed, expected = self._shortages.of(config.devices, kind), target.demand.call
         count, choice = ranks.most, None
         with _harmless():
-            if config.chooses_ranks:
+            if config.chooses_ranks and not call.by_conditioning:  # whose patches may note something for the next call
                 count = chooser.choose(kind, ranks, lambda n: n not in failed and self._fits(ranks.largest_part(n) * expected))
         try:
             out, record = self._run(config, target.key, call, kind, count, cancelled)
@@ -222,6 +222,8 @@ class Workers:
             sequence=replace(config.sequence, all_tokens=call.all_tokens),
             ranks=ranks,
             batch_degree=1 if call.mixes_batch else config.batch_degree,
+            by_conditioning=call.by_conditioning,
+            for_comparison=self.comparing,
             leading=call.leading,
             in_place=call.in_place,
             memory=call.memory,

@@ -25,6 +25,12 @@ def most_stages(model: nn.Module) -> int:
     return 0 if plan is None or plan.unstaged else len(staged_blocks(model, plan))
 
 
+def splits_tokens(network: nn.Module) -> bool:
+    """Return whether ranks may share the tokens of a network, and not only its batch."""
+    plan = PLANS.get(class_name(network))
+    return plan is None or plan.shares_sequence
+
+
 def class_name(model: nn.Module) -> str:
     return f"{type(model).__module__}.{type(model).__qualname__}"
 

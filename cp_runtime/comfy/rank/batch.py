@@ -89,7 +89,9 @@ def part_of(plan: FamilyPlan, request: Call, arguments: dict[str, Any], mesh: Ba
         return None
     by_items, ranks = plan.batch_is_shared(arguments) and request.batch_degree != 1, taking_part.size
     degree, group_shares = request.batch_degree if by_items else 1, taking_part.group_shares
-    shares = share_out(arguments, request.leading, ranks, degree, plan.shares_sequence, group_shares, everyone.rank == 0)
+    kinds = len((arguments.get("transformer_options") or {}).get(COND_KINDS) or [0]) if request.by_conditioning else 0
+    says = everyone.rank == 0
+    shares = share_out(arguments, request.leading, ranks, degree, plan.shares_sequence, group_shares, says, kinds)
     return CallPart(taking_part, everyone, stage, shares, by_items)
 
 
@@ -101,6 +103,7 @@ def share_out(
     sequence: bool,
     group_shares: Callable[[int], Shares] = lambda groups: (),
     says: bool = True,
+    kinds: int = 0,
 ) -> BatchShares:
     """Decide how a call is shared out. All ranks decide alike.
 
@@ -111,10 +114,11 @@ def share_out(
         degree: number of groups, by the user; 0 = choose.
         sequence, group_shares: see `batch_groups`. A group without items computes a copy of the first item.
         says: this rank logs why a batch is not shared.
+        kinds: number of conditionings, where the items of each stay together.
     """
     stacked = STACKED | STACKED_ELSEWHERE | frozenset(leading)
     items = next((t.shape[0] for name in leading for t in tensors(arguments[name])), 1)
-    unit = int(arguments.get("num_video_frames") or 1)
+    unit = items // kinds if kinds else int(arguments.get("num_video_frames") or 1)
     most = degree or ranks
     problem = next(_unshareable(arguments, stacked, items, unit), None)
     if problem is not None:

@@ -30,6 +30,7 @@ from ...pool.tensor_cache import owned
 from ...system import system
 from ..shared.fingerprint import code_of, digest_of, found
 from ..shared.formats import formats_of
+from ..shared.forward import PATCHES
 from ..shared.weights import weight_patches_digest
 from .batch import CallPart, Given, part_of, take_items
 from .files import OwnFiles
@@ -49,7 +50,7 @@ from .memory import (
 from .model import Mirror
 from .objects import read_leaves, read_model
 from .packs import FAILED, import_packs
-from .patches import ATTACHED, attach_network
+from .patches import ATTACHED, KEPT, attach_network
 from .quantised import own_formats, shared_scales
 from .texts import texts_that_fit
 
@@ -140,7 +141,9 @@ class Mirrors:
             the output, and the outcome of the call. No output on an idle rank.
         """
         began = time.perf_counter()
-        mirror = self.mirror_of(request.key)
+        mirror, patches = self.mirror_of(request.key), (arguments.get("transformer_options") or {}).get(PATCHES, {})
+        if request.for_comparison and patches:
+            patches["key"] = ""
         part = part_of(mirror.installed.plan, request, arguments, mesh, alone=request.ranks == 1 and mirror.placement != WHOLE)
         if part is None:
             return None, CallOutcome(
@@ -199,6 +202,7 @@ class Mirrors:
             )
             staged = Staged(**pipeline.described(settings))
         ring, ulysses = planner.chosen or (1, 1)
+        key = (given.arguments.get("transformer_options") or {}).get(PATCHES, {}).get("key", "")
         return part.mesh.gather(part.shares, map_tensors(out, _undressed)), CallOutcome(
             degrees={"ulysses": ulysses, "ring": ring, "batch": part.shares.groups, **(staged.degrees if staged else {})},
             at_work=part.shares.groups * planner.ranks * (1 if settings is None else settings.stages),
@@ -209,6 +213,7 @@ class Mirrors:
             predicted_bytes=planner.bytes_sent,
             prelude=prelude,
             staged=staged,
+            patches_changed=bool(key in KEPT and KEPT[key].changed()),
         )
 
     def free_buffers(self, keep: Mirror | None = None) -> None:
@@ -242,6 +247,7 @@ class Mirrors:
                 self.entries.pop(key).drop()
             if key in ATTACHED:
                 forget(ATTACHED.pop(key))
+        KEPT.clear()
         gc.collect()  # modules and hooks refer to each other
         model_management.soft_empty_cache()
         system.trim_heap()

@@ -39,14 +39,22 @@ def objects_in_place(
                 undo.callback(setattr, module, name, vars(module)[name])
                 setattr(module, name, functools.partial(_HELPERS[name], call))
         for path, thing in objects.items():
-            place = path.removesuffix(".forward")
-            for above in _above(place, model):
+            for above in _above(path.removesuffix(".forward"), model):
                 AS_THEY_ARE.add(above)
                 undo.callback(AS_THEY_ARE.discard, above)
-            patched = model.get_submodule(place)
-            patched.forward = thing.forward if isinstance(thing, nn.Module) else thing
-            undo.callback(delattr, patched, "forward")
+            undo.callback(_put(path, thing, model))
         yield
+
+
+def _put(path: str, thing: Any, model: nn.Module) -> Callable[[], None]:
+    """Put an object into a model, of a module its forward: hooks stay where they are. Return what undoes it."""
+    place, _, name = path.rpartition(".")
+    owner = model.get_submodule(place)
+    if isinstance(thing, nn.Module) and isinstance(inner := getattr(owner, name, None), nn.Module):
+        owner, name, thing = inner, "forward", thing.forward
+    before, had = getattr(owner, name, None), name in vars(owner) or name in owner._parameters or name in owner._buffers
+    setattr(owner, name, thing)
+    return (lambda: setattr(owner, name, before)) if had else (lambda: delattr(owner, name))
 
 
 def _above(path: str, model: nn.Module) -> Iterator[nn.Module]:

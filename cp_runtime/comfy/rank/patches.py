@@ -11,12 +11,50 @@ import comfy.model_patcher
 import torch
 from torch import nn
 
+from ...compat import versions
 from ...engine.call import RunningCall
-from ..shared.patches import MIRRORED, map_patches, name_of
+from ...errors import MirrorError
+from ...recent import Recent
+from ..shared.objects import Settings, write
+from ..shared.patches import MIRRORED, UNLISTED, map_patches, name_of
 from .objects import read
 
 ATTACHED: dict[str, comfy.model_patcher.ModelPatcher] = {}
 """Networks of patches, by key."""
+
+
+class Kept:
+    """Patches of a model that this rank has read."""
+
+    def __init__(self, things: Any, model: nn.Module) -> None:
+        self.things = things
+        self._modules = {id(module): path for path, module in model.named_modules()}
+        self._first: tuple[object, ...] | None = None
+
+    def note(self) -> None:
+        """Note how they are before their first call."""
+        self._first = self._content()
+
+    def changed(self) -> bool:
+        """Return whether their first call has changed them; False for other calls."""
+        first, self._first = self._first, None
+        return first is not None and first != self._content()
+
+    def _content(self) -> tuple[object, ...]:
+        try:
+            written = write(self.things, Settings(refer=self._refer))
+        except MirrorError as error:  # with something that no process can be sent: an open file, a lock
+            return (str(error),)
+        return written.data, [(id(tensor), versions([tensor])) for tensor in written.tensors]
+
+    def _refer(self, value: Any) -> tuple[str, Any] | None:
+        if isinstance(value, nn.Module) and id(value) in self._modules:
+            return "module", self._modules[id(value)]
+        return ("network", id(value)) if isinstance(value, comfy.model_patcher.ModelPatcher) else None
+
+
+KEPT: Recent[str, Kept] = Recent(8)
+"""Patches that no table lists, by key: they may note something for the next call. A sampling run begins with new ones."""
 
 
 def attach_network(key: str, module: nn.Module, device: torch.device) -> None:
@@ -31,11 +69,18 @@ def read_patches(encoded: Mapping[str, Any], model: nn.Module, call: RunningCall
         "network": ATTACHED.__getitem__,
         "compression": lambda factor: SimpleNamespace(spacial_compression_encode=lambda: factor),
     }
-    data = base64.b64decode(encoded["data"])
-    things = read(data, encoded["tensors"], device, lambda reference: have[reference[0]](reference[1])).thing
+    key = encoded["key"]
+    kept = KEPT.get(key)
+    if kept is None:
+        data = base64.b64decode(encoded["data"])
+        kept = Kept(read(data, encoded["tensors"], device, lambda reference: have[reference[0]](reference[1])).thing, model)
+        if key:
+            kept.note()
+            KEPT[key] = kept
+    things = kept.things
 
     def adapted(_: str, patch: Any) -> Any:
-        adapt = MIRRORED[name_of(patch)].adapt
+        adapt = MIRRORED.get(name_of(patch), UNLISTED).adapt
         return adapt(patch, call) if adapt and call.mesh.size > 1 else patch
 
     return {**map_patches(things, adapted), "objects": things["objects"]}

@@ -93,6 +93,7 @@ class Settings(NamedTuple):
         instead: weights to be written in the place of others, by the id of these.
         originals: attributes of modules as they were before ComfyUI patched them, by the id of the module.
         refer: returns plain data for what a rank has otherwise, a tuple; None for all else.
+        methods: methods of single modules and hooks travel as well: all of the model's tokens pass through them.
         without: attributes of objects that a rank does not need, and finds as None, by the name of their class.
     """
 
@@ -101,6 +102,7 @@ class Settings(NamedTuple):
     instead: Mapping[int, Tensor] = MappingProxyType({})
     originals: Mapping[int, Mapping[str, Any]] = MappingProxyType({})
     refer: Callable[[Any], Any] | None = None
+    methods: bool = False
     without: Mapping[str, tuple[str, ...]] = MappingProxyType({})
 
 
@@ -290,7 +292,7 @@ class _Writer(Pickler):
 
     def _of_module(self, module: nn.Module) -> Any:
         for hook in (hook for each in hooks_of(module) for hook in each.values()):
-            if not is_ours(hook) and not _of_library(hook):
+            if not (self._settings.methods or is_ours(hook) or _of_library(hook)):
                 raise _Refused("a node put a hook on {path}", module)
         if module.training and any(is_random(name, value) for name, value in vars(module).items()):
             raise _Refused("a node put {path} into training mode, which draws random numbers", module)
@@ -301,7 +303,7 @@ class _Writer(Pickler):
         self.classes.add(type(module))
         held = _attributes(module, self._settings)
         for name, value in held.items():
-            if type(value) in _CODE and hasattr(type(module), name):
+            if type(value) in _CODE and hasattr(type(module), name) and not self._settings.methods:
                 raise _Refused(f"a node replaced {name} of {{path}}", module)
         hooks = {name: {k: hook for k, hook in vars(module)[name].items() if not is_ours(hook)} for name in HOOKS}
         return new_module, (type(module),), {**held, **hooks, **self._settings.marks(module)}, None, None, fill_module

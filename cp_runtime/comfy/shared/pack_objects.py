@@ -22,6 +22,7 @@ class ObjectPatch:
         helper: function of its module, which ranks compute together: see `rank.pack_objects`.
         mixes_batch: it needs all items of a batch.
         all_tokens: it needs all tokens at once.
+        by_conditioning: it needs all items of a conditioning.
     """
 
     node: str
@@ -30,6 +31,7 @@ class ObjectPatch:
     helper: str = ""
     mixes_batch: bool = False
     all_tokens: bool = False
+    by_conditioning: bool = False
 
 
 _WRAPPED = "nodes.model_optimization_nodes:{}.__get__.<locals>.{}"
@@ -54,3 +56,6 @@ OBJECTS: Mapping[str, tuple[ObjectPatch, ...]] = {
     ),
 }
 """`module in its pack:qualified name` of a replacement -> its possible paths."""
+
+UNLISTED_OBJECT = ObjectPatch(node="", at="", by_conditioning=True)
+"""An object patch that OBJECTS does not have, of a model whose tokens are not split: see `patches.UNLISTED`."""

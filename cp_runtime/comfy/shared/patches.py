@@ -40,6 +40,7 @@ class Patch:
         prepare: called in the UI process before every call, with the patch and the latent: encodes images, which takes a VAE.
         adapt: (patch, the running call) -> function for the forward.
         mixes_batch: it needs all items of a batch; no batch axis.
+        by_conditioning: it needs all items of a conditioning, such as one half of CFG.
         unless: classes of transformers whose forward gives it unexpected inputs, once tokens are split.
     """
 
@@ -48,7 +49,13 @@ class Patch:
     prepare: Prepare | None = None
     adapt: Adapt | None = None
     mixes_batch: bool = False
+    by_conditioning: bool = False
     unless: tuple[str, ...] = ()
+
+
+UNLISTED = Patch(by_conditioning=True)
+"""A patch that MIRRORED does not have, of a model whose tokens are not split. ComfyUI computes halves of CFG one after the other
+where memory is short, so a patch that is right there is right on ranks that have a half each."""
 
 
 def _on_whole_tokens(stream: str, *names: str) -> Adapt:

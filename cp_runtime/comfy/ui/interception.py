@@ -113,6 +113,8 @@ class WorkerForward(Replacement):
             device=latent.device,
             in_place=IN_PLACE,
             mixes_batch=patches.mixes_batch,
+            by_conditioning=patches.by_conditioning,
+            unlisted=patches.unlisted if patches.is_new else None,
             all_tokens=attention.all_tokens,
             memory=memory_of_items(owner.model, latent),
             memory_scale=owner.cp_run.memory_scale,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ...engine.compiled import CompileSettings
 from ...errors import MirrorError, PlanError, UnsupportedError
-from ...families import PLANS, class_name, most_stages, plan_for
+from ...families import PLANS, class_name, most_stages, plan_for, splits_tokens
 from ...pool.config import RuntimeConfig
 from ...pool.settings import STAGED
 from ..shared.fingerprint import classes_of
@@ -61,9 +61,11 @@ def check_model(patcher: Any, config: RuntimeConfig) -> None:
 
 
 def check_classes(patcher: Any) -> None:
-    """Refuse modules with others inside that are of no class of ComfyUI or torch: plans know how these compute, and another class
-    may mix tokens. Layers of packs are welcome, and so is what a run of another patcher has left: ComfyUI takes it out before the
-    next."""
+    """Refuse modules with others inside that are of no class of ComfyUI or torch, where tokens are split: plans know how these
+    compute, and another class may mix tokens. Layers of packs are welcome, and so is what a run of another patcher has left, which
+    ComfyUI takes out before the next."""
+    if not splits_tokens(patcher.model.diffusion_model):
+        return
     left = tuple(f"{name.removeprefix(PREFIX)}." for name in patcher.object_patches_backup)
     for path, module in patcher.model.diffusion_model.named_modules():
         cls = type(module)

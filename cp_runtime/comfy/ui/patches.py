@@ -7,23 +7,26 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 import comfy.model_patcher
 import comfy.sd
 from torch import Tensor, nn
 
+from ...compat import versions
 from ...errors import MirrorError, UnsupportedError
+from ...families import splits_tokens
 from ..shared.assigned import names_in
 from ..shared.fingerprint import classes_of
 from ..shared.forward import PATCHES
 from ..shared.modules import full_name
-from ..shared.objects import Settings, write
-from ..shared.pack_objects import OBJECTS, ObjectPatch
-from ..shared.patches import MIRRORED, Patch, code_of, map_patches, name_of
+from ..shared.objects import Settings, Written, write
+from ..shared.pack_objects import OBJECTS, UNLISTED_OBJECT, ObjectPatch
+from ..shared.patches import MIRRORED, UNLISTED, Patch, code_of, map_patches, name_of
 from ..shared.weights import PREFIX
 from .pack_nodes import display_name, made_by, name_in_pack, node_of
+from .unlisted import UnlistedPatches
 
 # Nodes whose patches cannot be mirrored -> reason.
 REFUSED: Mapping[str, str] = {
@@ -39,6 +42,7 @@ _WITHOUT = {name: known.without for name, known in MIRRORED.items() if known.wit
 _keys: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 _checked: WeakSet[nn.Module] = WeakSet()
 _numbers = itertools.count()
+_last: WeakKeyDictionary[nn.Module, _Last] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +54,18 @@ class PatchSet:
         networks: their networks, by key.
         code: classes and functions that compute with them, by name.
         mixes_batch: one of them needs all items of the batch.
+        by_conditioning: one of them needs all items of a conditioning.
+        unlisted: those that no table lists; None = there are none.
+        is_new: no call of this run had this code before.
     """
 
     encoded: Mapping[str, Any] = field(default_factory=dict)
     networks: Mapping[str, nn.Module] = field(default_factory=dict)
     code: Mapping[str, Any] = field(default_factory=dict)
     mixes_batch: bool = False
+    by_conditioning: bool = False
+    unlisted: UnlistedPatches | None = None
+    is_new: bool = False
 
     @classmethod
     def of(
@@ -100,19 +110,53 @@ class PatchSet:
         except MirrorError as error:
             raise UnsupportedError(f"a patch of the transformer holds something that cannot be sent: {error}.") from error
         classes = written.classes.union(*map(classes_of, references.networks.values()))
+        used: list[Patch | ObjectPatch] = [*kinds, *(known for _, known in checked)]
+        unlisted = [patch for patch, known in checked if known is UNLISTED]
+        unlisted += [thing for thing, kind in zip(objects.values(), kinds, strict=True) if kind is UNLISTED_OBJECT]
+        code = {**written.code, **{full_name(cls): cls for cls in classes}}
+        key, is_new = _noted(model, patcher, written, code) if unlisted and latent is not None else ("", False)
         return cls(
-            encoded={PATCHES: {"data": base64.b64encode(written.data).decode(), "tensors": written.tensors}},
+            encoded={PATCHES: {"data": base64.b64encode(written.data).decode(), "tensors": written.tensors, "key": key}},
             networks=references.networks,
-            code={**written.code, **{full_name(cls): cls for cls in classes}},
-            mixes_batch=any(kind.mixes_batch for kind in kinds) or any(known.mixes_batch for _, known in checked),
+            code=code,
+            mixes_batch=any(each.mixes_batch for each in used),
+            by_conditioning=any(each.by_conditioning for each in used),
+            unlisted=UnlistedPatches(tuple(unlisted), patcher) if unlisted else None,
+            is_new=is_new,
         )
 
 
+class _Last(NamedTuple):
+    """The last patches of a model: the run, their code by name, their data, and the key by which ranks keep them."""
+
+    run: int
+    code: frozenset[str]
+    data: bytes
+    tensors: tuple[int, ...]  # their ids
+    counts: tuple[tuple[int, ...] | None, ...]
+    key: str
+
+
+def _noted(model: nn.Module, patcher: Any, written: Written, code: Mapping[str, Any]) -> tuple[str, bool]:
+    """Return the key of the patches that a call has, and whether their code is new in this run. The key is another one after a
+    change in this process: ranks take them anew then."""
+    run, counts = patcher.cp_run.number, tuple(versions([tensor]) for tensor in written.tensors)
+    last = _last.get(model)
+    if last is not None and last[:-1] == (run, frozenset(code), written.data, tuple(map(id, written.tensors)), counts):
+        return last.key, False
+    key = f"{run} {next(_numbers)}"
+    _last[model] = _Last(run, frozenset(code), written.data, tuple(map(id, written.tensors)), counts, key)
+    return key, last is None or (last.run, last.code) != (run, frozenset(code))
+
+
 def _check(where: str, patch: Any, model: nn.Module) -> Patch:
-    """Return the entry of a patch in MIRRORED. Raises UnsupportedError if there is none for it."""
+    """Return the entry of a patch in MIRRORED, or UNLISTED. Raises UnsupportedError if the ranks cannot run it."""
     known = MIRRORED.get(name_of(patch))
     if known is None:
-        reason = REFUSED.get(node_of(patch) or "", "the workers do not have that code")
+        reason = REFUSED.get(node_of(patch) or "")
+        if reason is None and not splits_tokens(model):
+            return UNLISTED
+        reason = reason or "may compute with tokens that a rank does not have"
         raise UnsupportedError(f"{made_by(patch)} patched the transformer ({where}) and {reason}.")
     if type(model).__name__ in known.unless:
         node = made_by(patch, known.node)
@@ -128,7 +172,9 @@ def _objects(patcher: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _check_object(path: str, thing: Any, model: nn.Module) -> ObjectPatch:
-    """Return the entry of an object patch in OBJECTS. Raises UnsupportedError if there is none for it."""
+    """Return the entry of an object patch in OBJECTS, or UNLISTED_OBJECT. Raises UnsupportedError if the ranks cannot run it."""
+    if not splits_tokens(model):
+        return UNLISTED_OBJECT
     name = name_in_pack(code_of(thing))
     place = ".".join("*" if part.isdecimal() else part for part in path.split("."))
     known = next((each for each in OBJECTS.get(name, ()) if each.at == place), None)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from ...compat import as_parameter, parameter_slots, state_dict_loader, versions
 from ...engine.weights.packing import round_up
 from ...errors import MirrorError
+from ...families import splits_tokens
 from ...nested import is_plain_storage_subclass
 from ...pool.blocks import SharedBlock
 from ...system import system
@@ -181,7 +182,8 @@ class ModelValue:
     def _write(self, patcher: Any, later: bool = True) -> Written:
         model = patcher.model
         network = network_of(model)
-        settings = Settings(later, self._marks(model), self._instead(patcher), _originals(patcher))
+        given = self._marks(model), self._instead(patcher), _originals(patcher)
+        settings = Settings(later, *given, methods=not splits_tokens(network))
         return write((network, loading_class(type(patcher)), _own_settings(patcher), tuple(Facts.of(model))), settings)
 
     def _marks(self, model: Any) -> Callable[[nn.Module], dict[str, Any]]:

@@ -69,7 +69,7 @@ def batch_groups(items: int, ranks: int, degree: int, sequence: bool, group_shar
             only the batch can be shared, and groups may be of uneven sizes.
         group_shares: number of groups -> their shares. Groups with unequal shares must get nearly proportional items.
     """
-    most = degree or ranks
+    most = min(degree or ranks, ranks)  # a call may take fewer ranks than there are groups by the setting
     if not sequence:
         return most
     able = (n for n in range(1, most + 1) if not ranks % n and not most % n and _is_fair(items, n, group_shares(n)))

@@ -16,6 +16,7 @@ from . import (  # noqa: F401  (they make nodes)
     patch,
     processes,
     stand_ins,
+    unlisted,
 )
 from .node import NODE_CLASS_MAPPINGS
 

@@ -1,0 +1,82 @@
+"""Patches of UNets that no table lists: the ranks run them. What they would make another picture of is refused by name."""
+
+from functools import partial
+
+import pytest
+from support import families
+from support.graphs import family_prompt
+from support.latents import assert_close, differ
+
+
+def unet(name, **settings):
+    _, entry, _ = families.served()[name]
+    return partial(family_prompt, entry, cfg=4.0, steps=3, **settings)
+
+
+GRAPHS = {"sd15": unet("sd15", batch=2), "sdxl": unet("sdxl")}
+RUN = ("picture", "closures", "state", "cached", "layer", "wrapped", "by_step")
+MODES = {
+    "2 ranks": {"world_size": 2},
+    "3 ranks": {"world_size": 3},
+    "sharded": {"world_size": 2, "weights": "sharded"},
+    "4 ranks": {"world_size": 4, "batch_degree": 2},
+}
+
+
+def nodes(kind):
+    return [("TestUnlisted", {"kind": kind})]
+
+
+CASES = [
+    (kind, served, mode)
+    for i, kind in enumerate(RUN)
+    for j, served in enumerate(GRAPHS)
+    for k, mode in enumerate(MODES)
+    if k == (i + 2 * j) % len(MODES)
+]
+
+
+@pytest.mark.parametrize(("kind", "served", "mode"), CASES)
+def test_latent_equals_the_stock_graph(kind, served, mode, server, family_checkpoints):
+    graph = GRAPHS[served]
+    expected, plain = (server.sample_once(graph(model_nodes=each)) for each in (nodes(kind), []))
+    assert differ(expected, plain)
+    for place in ("model_nodes", "after_apply"):
+        assert_close(server.sample(graph(cp=MODES[mode], **{place: nodes(kind)}), timeout=120), expected)
+    assert_close(server.sample(graph(cp=MODES[mode])), plain)
+
+
+@pytest.mark.parametrize("kind", ["method", "hook"])
+@pytest.mark.parametrize("served", ["sd15"])
+def test_a_block_that_a_node_has_changed_for_good(kind, served, server, family_checkpoints):
+    graph = GRAPHS[served]
+    plain = server.sample_once(graph())
+    changed = [("TestUnlistedForGood", {"kind": kind})]
+    try:
+        expected = server.sample(graph(model_nodes=changed))
+        out = server.sample(graph(cp={"world_size": 2}), timeout=120)
+    finally:
+        server.run(graph(model_nodes=[("TestUnlistedUndone", {})])).check()
+    assert_close(out, expected)
+    assert differ(expected, plain)
+    assert_close(server.sample(graph(cp={"world_size": 2})), plain)
+
+
+REFUSED = {
+    "mixes_halves": "compute something else with that than one device",
+    "noted": "notes something there that other code of the graph reads",
+    "noted_in_a_dict": "notes something there that other code of the graph reads",
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize("served", ["sd15"])
+def test_refused_by_name(kind, served, server, family_checkpoints):
+    """In the first call, and the ranks go on. On one device it is what ComfyUI makes of it."""
+    graph, cp = GRAPHS[served], {"world_size": 2}
+    server.fails(graph(cp=cp, model_nodes=nodes(kind)), "TestUnlisted patched the transformer", REFUSED[kind], "on_unsupported")
+    pids = server.worker_pids()
+    expected = server.sample(graph(model_nodes=nodes(kind)))
+    assert_close(server.sample(graph(cp={**cp, "on_unsupported": "single device"}, model_nodes=nodes(kind))), expected)
+    server.sample(graph(cp=cp))
+    assert server.worker_pids() == pids

@@ -1,0 +1,227 @@
+"""One node that attaches to a UNet what node packs do, in the shapes that the most installed ones have."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from comfy.ldm.modules.attention import optimized_attention
+from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import WrappersMP
+from torch import Tensor, nn
+
+from .conditioning import Random
+from .node import node
+
+KEY = "test_unlisted"
+MIDDLE = "diffusion_model.middle_block.1"
+
+
+def _text_attention(model: ModelPatcher) -> list[tuple[Any, ...]]:
+    """The places of attention to text, by block, number and index, and their modules."""
+    transformer = model.model.diffusion_model
+    found = []
+    for name, blocks in (("input", transformer.input_blocks), ("output", transformer.output_blocks)):
+        for number, block in enumerate(blocks):
+            for part in block:
+                each = getattr(part, "transformer_blocks", ())
+                found += [(name, number, index, inner.attn2) for index, inner in enumerate(each)]
+    return found
+
+
+class PictureAttention:
+    """Keys and values of a picture, for one half of CFG: an object with tensors that is called, as IPAdapter's."""
+
+    def __init__(self, keys: Tensor, values: Tensor, weight: float) -> None:
+        self.keys, self.values, self.weight = keys, values, weight
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, extra_options: dict[str, Any]) -> Tensor:
+        heads = extra_options["n_heads"]
+        out = optimized_attention(q, k, v, heads)
+        kinds = extra_options["cond_or_uncond"]
+        each = q.shape[0] // len(kinds)
+        for place, kind in enumerate(kinds):
+            if kind == 0:
+                own = q[place * each : (place + 1) * each]
+                keys, values = (t.to(q).expand(each, -1, -1) for t in (self.keys, self.values))
+                out[place * each : (place + 1) * each] += self.weight * optimized_attention(own, keys, values, heads)
+        return out
+
+
+def _picture(model: ModelPatcher) -> None:
+    random = Random(5)
+    for name, number, index, attention in _text_attention(model):
+        width = attention.to_q.out_features
+        made = PictureAttention(random(1, 4, width), random(1, 4, width), 0.8)
+        model.set_model_attn2_replace(made, name, number, index)
+
+
+def _closures(model: ModelPatcher) -> None:
+    scales: dict[str, Any] = {"q": 1.2, "v": torch.linspace(0.8, 1.2, 3)}
+
+    def queries(q: Tensor, k: Tensor, v: Tensor, extra_options: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+        return q * scales["q"], k, v * scales["v"].mean()
+
+    model.set_model_attn1_patch(queries)
+    model.set_model_attn1_output_patch(lambda n, extra_options: n * 0.9)
+    model.set_model_input_block_patch(lambda h, options: h * (1 + 0.01 * options["block"][1]))
+    model.set_model_output_block_patch(lambda h, skip, options: (h, skip * 0.8))
+
+
+class Steps:
+    """Another strength at every call."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, h: Tensor, options: dict[str, Any]) -> Tensor:
+        self.calls += 1
+        return h * (1 + 0.1 * self.calls)
+
+
+def _state(model: ModelPatcher) -> None:
+    model.set_model_input_block_patch(Steps())
+
+
+def _cached(model: ModelPatcher) -> None:
+    """Skips a block at every second call, as DeepCache does: it gives what it gave before."""
+    kept: dict[str, Any] = {"calls": 0, "out": {}}
+    block = model.get_model_object(f"{MIDDLE}.forward")
+
+    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        kept["calls"] += 1
+        if kept["calls"] % 2 or x.shape not in kept["out"]:
+            kept["out"][x.shape] = block(x, *args, **kwargs)
+        return kept["out"][x.shape]
+
+    model.add_object_patch(f"{MIDDLE}.forward", forward)
+
+
+class Scaled(nn.Module):
+    """A layer of a pack around one of the model."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs) * 0.9
+
+
+def _layer(model: ModelPatcher) -> None:
+    model.add_object_patch("diffusion_model.out.2", Scaled(model.get_model_object("diffusion_model.out.2")))
+
+
+def _wrapped(model: ModelPatcher) -> None:
+    def around(executor: Any, x: Tensor, timesteps: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return executor(x, timesteps, *args, **kwargs) * 0.95
+
+    model.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, around)
+    model.set_model_input_block_patch(lambda h, options: h * 1.1)
+
+
+class Strength:
+    """A number that this process changes."""
+
+    strength = 1.0
+
+
+def _by_step(model: ModelPatcher) -> None:
+    """This process sets an object's strength before every call."""
+    made = Strength()
+
+    def scaled(h: Tensor, options: dict[str, Any]) -> Tensor:
+        return h * made.strength
+
+    def call(apply_model: Any, args: dict[str, Any]) -> Any:
+        made.strength *= 0.9
+        return apply_model(args["input"], args["timestep"], **args["c"])
+
+    model.set_model_input_block_patch(scaled)
+    model.set_model_unet_function_wrapper(call)
+
+
+def _mixes_halves(model: ModelPatcher) -> None:
+    model.set_model_input_block_patch(lambda h, options: h + 0.3 * h.mean(0, keepdim=True))
+
+
+def _noted(model: ModelPatcher) -> None:
+    """Notes something in the transformer that a function in ComfyUI's process reads, as self-attention guidance does."""
+    mean = None
+
+    def note(h: Tensor, options: dict[str, Any]) -> Tensor:
+        nonlocal mean
+        mean = h.mean()
+        return h
+
+    def after(args: dict[str, Any]) -> Tensor:
+        return args["denoised"] if mean is None else args["denoised"] + mean.tanh()
+
+    model.set_model_input_block_patch(note)
+    model.set_model_sampler_post_cfg_function(after)
+
+
+def _noted_in_a_dict(model: ModelPatcher) -> None:
+    notes: dict[str, Tensor] = {}
+
+    def note(h: Tensor, options: dict[str, Any]) -> Tensor:
+        notes["mean"] = h.mean()
+        return h
+
+    def after(args: dict[str, Any]) -> Tensor:
+        return args["denoised"] + notes.get("mean", torch.zeros(())).tanh()
+
+    model.set_model_input_block_patch(note)
+    model.set_model_sampler_post_cfg_function(after)
+
+
+KINDS: dict[str, Callable[[ModelPatcher], None]] = {
+    "picture": _picture,
+    "closures": _closures,
+    "state": _state,
+    "cached": _cached,
+    "layer": _layer,
+    "wrapped": _wrapped,
+    "by_step": _by_step,
+    "mixes_halves": _mixes_halves,
+    "noted": _noted,
+    "noted_in_a_dict": _noted_in_a_dict,
+}
+
+
+@node("MODEL", again=True, model="MODEL", kind=list(KINDS))
+def TestUnlisted(model: Any, kind: str) -> Any:
+    """Attach something new to a clone of a UNet that no table of the ranks lists."""
+    patched = model.clone()
+    KINDS[kind](patched)
+    return patched
+
+
+UNDO: list[Callable[[], None]] = []
+
+
+def _method(block: Any) -> Callable[[], None]:
+    stock = block.forward
+    block.forward = lambda *args, **kwargs: stock(*args, **kwargs) * 0.7
+    return lambda: delattr(block, "forward")
+
+
+def _hook(block: Any) -> Callable[[], None]:
+    return block.register_forward_hook(lambda module, args, out: out * 0.7).remove
+
+
+FOR_GOOD = {"method": _method, "hook": _hook}
+
+
+@node("MODEL", again=True, model="MODEL", kind=list(FOR_GOOD))
+def TestUnlistedForGood(model: Any, kind: str) -> Any:
+    """Replace a method of one block, or hook into it, until `TestUnlistedUndone`."""
+    UNDO.append(FOR_GOOD[kind](model.get_model_object(MIDDLE)))
+    return model
+
+
+@node("MODEL", again=True, model="MODEL")
+def TestUnlistedUndone(model: Any) -> Any:
+    """Undo `TestUnlistedForGood`."""
+    while UNDO:
+        UNDO.pop()()
+    return model
