@@ -38,6 +38,10 @@ class UnsentError(UnsupportedError):
     """A value of ComfyUI's process cannot be sent to the ranks, and is needed there."""
 
 
+class PatchError(UnsupportedError):
+    """Code of another node, which no table lists, has raised something on a rank."""
+
+
 class CompileError(ContextParallelError):
     """The compiler cannot compile a block of the model, of the class `block`. `cause`: the compiler's message, one line."""
 

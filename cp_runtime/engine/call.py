@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -59,6 +59,7 @@ class RunningCall:
         ask: called before the ranks exchange tokens; if set, they also compare masks, for which they wait for the device.
         in_joint_order: attention functions get all tokens in the order of one process, for those that tell them by position.
         expects_attention: missing an attention that should be shared is an error.
+        on_all: modules get all tokens at this point of the forward, on every rank.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class RunningCall:
         self.ask: Callable[[], None] | None = None
         self.in_joint_order = False
         self.expects_attention = True
+        self.on_all = False
 
     @property
     def shares(self) -> bool:
@@ -89,7 +91,23 @@ class RunningCall:
     @property
     def attention_is_local(self) -> bool:
         """Whether attention at this point of the forward needs no communication."""
-        return not (self.shares and any(map(self.knows, self.scope.streams)))
+        return self.on_all or not (self.shares and any(map(self.knows, self.scope.streams)))
+
+    @property
+    def joint_streams(self) -> list[tuple[str, ...]]:
+        """The streams that share an attention, in joint order."""
+        modules = (module.attention for module in self._plan.modules.values())
+        return list(dict.fromkeys(streams for streams in modules if streams and len(streams) > 1))
+
+    @contextmanager
+    def tokens(self, on_all: bool) -> Iterator[None]:
+        """Have modules get all tokens while active, or this rank's."""
+        before, self.on_all = self.on_all, on_all
+        self._shared += on_all  # who computes on all tokens has no attention to share
+        try:
+            yield
+        finally:
+            self.on_all = before
 
     def enter_module(self, name: str, plan: ModulePlan) -> None:
         if self._on_module is not None:
@@ -197,6 +215,10 @@ class RunningCall:
     def gather(self, value: Tensor, stream: str, dim: int) -> Tensor:
         """All-gather a stream's tokens along `dim`."""
         return self._all_tokens(self._model_name, (stream,), dim, value)
+
+    def gather_joint(self, value: Tensor, streams: tuple[str, ...], dim: int) -> Tensor:
+        """All-gather the tokens of streams, in joint order, along `dim`."""
+        return self._all_tokens(self._model_name, streams, dim, value)
 
     def to_heads(self, tensors_BLHD: Sequence[Tensor]) -> list[Tensor]:
         """Exchange tokens of a stream, with all heads, for all tokens of this rank's heads, `[B, heads, tokens, D]`."""

@@ -188,7 +188,7 @@ class InstalledPlan(Generic[PlanT]):
 
     def _in_call(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         def run(*given: Any) -> Any:
-            return None if self.current is None else hook(self.current, *given)
+            return None if self.current is None or self.current.on_all else hook(self.current, *given)
 
         return run
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -17,6 +17,16 @@ REMEMBERED = 64  # results cached per call
 
 # Streams of the queries and of the keys of one attention, each in joint order.
 AttentionStreams = tuple[tuple[str, ...], tuple[str, ...]]
+
+
+class Copied(NamedTuple):
+    """A whole tensor, this rank's tokens of it, how often these had changed in place, and where its tokens are."""
+
+    whole: Tensor
+    local: Tensor
+    version: int
+    streams: tuple[str, ...]
+    dim: int
 
 
 class CallState:
@@ -38,6 +48,7 @@ class CallState:
             It replaces the mask that a module makes for the padding on this rank.
         in_turn: streams of the attentions that follow each other, over and over, if a transform knows them.
         whole: streams gathered on every rank.
+        copies: where somebody needs them, the inputs of modules that are split.
         gathers: whether neighbouring tokens are gathered.
     """
 
@@ -60,6 +71,7 @@ class CallState:
         self.padding: dict[tuple[str, ...], Tensor] = {}
         self.in_turn: list[AttentionStreams] = []
         self.whole: set[str] = set()
+        self.copies: list[Copied] | None = None
         self._splits: dict[str, Split] = {}
         self._layouts: dict[tuple[str, ...], JointLayout] = {}
         self._around: list[tuple[Any, ...]] = []

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..errors import PlanError, bad_value
 from ..nested import rebuild
 from .ranks.sharding import Split, clip_range, joint_layout
-from .state import CallState
+from .state import CallState, Copied
 
 
 class Transform(Protocol):
@@ -99,7 +99,10 @@ class ContextParallelInput:
         if length == layout.local_lengths[state.rank]:  # already local, or held in full
             return value
         if length == layout.total:
-            return _made(self, state, value, lambda: layout.take_local(value, state.rank, dim))
+            local = _made(self, state, value, lambda: layout.take_local(value, state.rank, dim))
+            if state.copies is not None and not self.side:
+                state.copies.append(Copied(value, local, local._version, self.streams, dim))
+            return local
         if length == 1:  # applies to all tokens
             return value
         raise PlanError(

@@ -15,6 +15,7 @@ from ...engine.call import RunningCall
 from ...engine.compiled import AS_THEY_ARE
 from ..shared.patches import code_of
 from .attention import attention_by_name
+from .whole_tokens import WholeTokens, plain
 
 ATTENTION = "optimized_attention"
 
@@ -30,7 +31,7 @@ def objects_in_place(
     Args:
         override: attention for functions that call ComfyUI's without `transformer_options`.
     """
-    modules = {sys.modules[function.__module__] for function in map(code_of, objects.values())}
+    modules = {sys.modules[function.__module__] for function in map(code_of, map(plain, objects.values()))}
     names = ["comfy.ldm.modules.attention", *(module.__name__ for module in modules if ATTENTION in vars(module))]
     with ExitStack() as undo:
         undo.enter_context(attention_by_name([f"{name}.{ATTENTION}" for name in names], override))
@@ -50,8 +51,8 @@ def _put(path: str, thing: Any, model: nn.Module) -> Callable[[], None]:
     """Put an object into a model, of a module its forward: hooks stay where they are. Return what undoes it."""
     place, _, name = path.rpartition(".")
     owner = model.get_submodule(place)
-    if isinstance(thing, nn.Module) and isinstance(inner := getattr(owner, name, None), nn.Module):
-        owner, name, thing = inner, "forward", thing.forward
+    if isinstance(inner := getattr(owner, name, None), nn.Module) and isinstance(thing, (nn.Module, WholeTokens)):
+        owner, name, thing = inner, "forward", thing.forward if isinstance(thing, nn.Module) else thing
     before, had = getattr(owner, name, None), name in vars(owner) or name in owner._parameters or name in owner._buffers
     setattr(owner, name, thing)
     return (lambda: setattr(owner, name, before)) if had else (lambda: delattr(owner, name))

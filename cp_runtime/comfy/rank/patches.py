@@ -18,6 +18,7 @@ from ...recent import Recent
 from ..shared.objects import Settings, write
 from ..shared.patches import MIRRORED, UNLISTED, map_patches, name_of
 from .objects import read
+from .whole_tokens import WholeTokens
 
 ATTACHED: dict[str, comfy.model_patcher.ModelPatcher] = {}
 """Networks of patches, by key."""
@@ -30,6 +31,7 @@ class Kept:
         self.things = things
         self._modules = {id(module): path for path, module in model.named_modules()}
         self._first: tuple[object, ...] | None = None
+        self.places: dict[object, Any] = {}  # see `WholeTokens`
 
     def note(self) -> None:
         """Note how they are before their first call."""
@@ -79,8 +81,18 @@ def read_patches(encoded: Mapping[str, Any], model: nn.Module, call: RunningCall
             KEPT[key] = kept
     things = kept.things
 
-    def adapted(_: str, patch: Any) -> Any:
-        adapt = MIRRORED.get(name_of(patch), UNLISTED).adapt
-        return adapt(patch, call) if adapt and call.mesh.size > 1 else patch
+    def on_all_tokens(where: str, thing: Any) -> WholeTokens:
+        return WholeTokens(thing, call, f"{name_of(thing)} ({where})", kept.places)
 
-    return {**map_patches(things, adapted), "objects": things["objects"]}
+    def adapted(where: str, patch: Any) -> Any:
+        known = MIRRORED.get(name_of(patch), UNLISTED)
+        if known is UNLISTED:
+            return on_all_tokens(where, patch)
+        return known.adapt(patch, call) if known.adapt and call.mesh.size > 1 else patch
+
+    objects = dict(things["objects"])
+    for path in encoded["unlisted"]:
+        thing = objects[path].forward if isinstance(objects[path], nn.Module) else objects[path]
+        if callable(thing):
+            objects[path] = on_all_tokens(path, thing)
+    return {**map_patches(things, adapted), "objects": objects}

@@ -22,7 +22,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from ...comfyui import unrecorded
 from ...compat import hooks_of
 from ...controller.calls import ModelCall
-from ...errors import MirrorError, RankError, UnsentError, UnsupportedError
+from ...errors import MirrorError, PatchError, RankError, UnsentError, UnsupportedError
 from ...families import PLANS, class_name
 from ...nested import tensors
 from ...pool.config import RuntimeConfig
@@ -130,7 +130,7 @@ class WorkerForward(Replacement):
         except UnsupportedError as error:
             owner.refuse_call(error)
         except RankError as error:
-            if error.kind != UnsentError.__name__:
+            if error.kind not in (UnsentError.__name__, PatchError.__name__):
                 raise
             owner.refuse_call(unsent(error.message))
         return self.stock(*args, **kwargs)

@@ -28,13 +28,12 @@ from .attention import ChosenAttention, attention_of
 from .fingerprints import OF_MODEL, ModelFingerprint, check_code, check_network
 from .options import compile_settings
 from .packs import running_code
-from .patches import PatchSet
+from .patches import FORWARDS, PatchSet
 from .runtime import multiplies_nvfp4
 from .values import value_of
 from .weight_patches import written_patches
 
 _REMEDY = "Remove that node, or set on_unsupported of CP Config to 'single device'."
-FORWARDS = ("forward", "_forward", "forward_orig")
 _READING_WEIGHTS = (comfy.controlnet.ControlLora, comfy.controlnet.QwenFunControlNet)
 
 
@@ -131,7 +130,8 @@ def options_for_ranks(
             raise UnsupportedError("autoregressive sampling keeps state inside the transformer.")
         in_patches, model = config.pipeline is not None and config.pipeline.patches > 1, patcher.model.diffusion_model
         attention, options = attention_of(options, model, config, TORCH_COMPILE_KWARGS in patcher.model_options, again)
-        patches = PatchSet.of(options, model, latent, patcher, in_patches)
+        in_stages = config.pipeline is not None or config.weights == STAGED
+        patches = PatchSet.of(options, model, latent, patcher, in_patches, in_stages)
     except UnsupportedError as error:
         raise UnsupportedError(f"{error} {_REMEDY}") from error
     for network in patches.networks.values() if again else ():

@@ -38,6 +38,7 @@ REFUSED: Mapping[str, str] = {
     "HypernetworkLoader": "puts networks into the attention of the model",
     "SDPoseKeypointExtractor": "reads features out of the model",
 }
+FORWARDS = ("forward", "_forward", "forward_orig")
 _WITHOUT = {name: known.without for name, known in MIRRORED.items() if known.without}
 _keys: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 _checked: WeakSet[nn.Module] = WeakSet()
@@ -75,6 +76,7 @@ class PatchSet:
         latent: Tensor | None = None,
         patcher: Any = None,
         in_patches: bool = False,
+        in_stages: bool = False,
     ) -> PatchSet:
         """Extract the patches from `transformer_options`, and the object patches inside the transformer from its patcher.
 
@@ -83,6 +85,7 @@ class PatchSet:
             latent: the call's, for whose size patches encode their images; None = only check that they can be mirrored.
             patcher: of the model; None = it has no object patches.
             in_patches: the tokens pass through the stages of PipeFusion in several patches.
+            in_stages: the model's blocks are in stages.
 
         Raises:
             UnsupportedError: one of them cannot be mirrored.
@@ -112,11 +115,24 @@ class PatchSet:
         classes = written.classes.union(*map(classes_of, references.networks.values()))
         used: list[Patch | ObjectPatch] = [*kinds, *(known for _, known in checked)]
         unlisted = [patch for patch, known in checked if known is UNLISTED]
-        unlisted += [thing for thing, kind in zip(objects.values(), kinds, strict=True) if kind is UNLISTED_OBJECT]
+        paths = [path for path, kind in zip(objects, kinds, strict=True) if kind is UNLISTED_OBJECT]
+        unlisted += map(objects.__getitem__, paths)
+        if unlisted and in_stages and splits_tokens(model):
+            raise UnsupportedError(
+                f"{made_by(unlisted[0])} needs all tokens at once, which no stage has. Set weights of CP Config "
+                "to auto, and leave CP PipeFusion out."
+            )
         code = {**written.code, **{full_name(cls): cls for cls in classes}}
         key, is_new = _noted(model, patcher, written, code) if unlisted and latent is not None else ("", False)
         return cls(
-            encoded={PATCHES: {"data": base64.b64encode(written.data).decode(), "tensors": written.tensors, "key": key}},
+            encoded={
+                PATCHES: {
+                    "data": base64.b64encode(written.data).decode(),
+                    "tensors": written.tensors,
+                    "key": key,
+                    "unlisted": paths,
+                }
+            },
             networks=references.networks,
             code=code,
             mixes_batch=any(each.mixes_batch for each in used),
@@ -154,9 +170,8 @@ def _check(where: str, patch: Any, model: nn.Module) -> Patch:
     known = MIRRORED.get(name_of(patch))
     if known is None:
         reason = REFUSED.get(node_of(patch) or "")
-        if reason is None and not splits_tokens(model):
+        if reason is None:
             return UNLISTED
-        reason = reason or "may compute with tokens that a rank does not have"
         raise UnsupportedError(f"{made_by(patch)} patched the transformer ({where}) and {reason}.")
     if type(model).__name__ in known.unless:
         node = made_by(patch, known.node)
@@ -172,21 +187,16 @@ def _objects(patcher: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _check_object(path: str, thing: Any, model: nn.Module) -> ObjectPatch:
-    """Return the entry of an object patch in OBJECTS, or UNLISTED_OBJECT. Raises UnsupportedError if the ranks cannot run it."""
-    if not splits_tokens(model):
-        return UNLISTED_OBJECT
+    """Return the entry of an object patch in OBJECTS, or UNLISTED_OBJECT. Raises UnsupportedError if it is the transformer's."""
+    if path in FORWARDS:
+        raise UnsupportedError(f"{made_by(thing)} replaced the forward of {type(model).__name__}.")
     name = name_in_pack(code_of(thing))
     place = ".".join("*" if part.isdecimal() else part for part in path.split("."))
     known = next((each for each in OBJECTS.get(name, ()) if each.at == place), None)
-    if known is None:
-        wrong = f"{name} at {path} is not an object patch that the workers know"
-    elif not type(model).__module__.startswith(known.models):
-        wrong = f"they know it for {' and '.join(known.models)} only, and the model is of {type(model).__module__}"
-    elif known.helper and not _calls(code_of(thing), known.helper):
-        wrong = f"it is of another version of that pack, which does not call {known.helper}"
-    else:
-        return known
-    raise UnsupportedError(f"{made_by(thing)} replaced {PREFIX}{path} of the model, which the workers do not repeat: {wrong}.")
+    if known is None or not type(model).__module__.startswith(known.models):
+        return UNLISTED_OBJECT
+    is_listed = not known.helper or _calls(code_of(thing), known.helper)  # else it is of another version of that pack
+    return known if is_listed else UNLISTED_OBJECT
 
 
 def _calls(function: FunctionType, name: str) -> bool:

@@ -13,6 +13,7 @@ from . import (  # noqa: F401  (they make nodes)
     latent,
     loaders,
     model_patch,
+    on_tokens,
     patch,
     processes,
     stand_ins,

@@ -1,0 +1,229 @@
+"""Code of other nodes that no table lists, on all tokens: what it gets is gathered, it runs on every rank, its result is split.
+
+That is exact for code that takes all tokens in one process, and as slow as there. All ranks together find out which dimension of a
+tensor counts which tokens, by lengths, in the first call: a length that is a rank's number of tokens by chance is hardly that on
+all ranks. ComfyUI's process compares the first call with one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...engine.call import RunningCall
+from ...engine.state import Copied
+from ...errors import ContextParallelError, PatchError
+from ...nested import tensors
+
+ORIGINAL = "original_block"  # in what a replacement of a block gets: runs the block
+OPTIONS = ("transformer_options", "extra_options")  # arguments with options, of which IMG_SLICE counts tokens
+NOTHING: Mapping[int, Tensor] = MappingProxyType({})
+IMG_SLICE = "img_slice"  # [tokens before the image, all tokens]
+
+Streams = tuple[str, ...]
+Place = tuple[Streams, int] | None
+"""Streams and dimension of a tensor's tokens; None = it has none."""
+
+
+class WholeTokens:
+    """A patch, or a replaced forward, that gets all tokens.
+
+    Args:
+        function: the code.
+        call: the running call.
+        name: of the code, the same on all ranks.
+        known: where tokens are, by the names of tensors and what else all ranks have alike; as long as the patch is the same.
+    """
+
+    def __init__(self, function: Callable[..., Any], call: RunningCall, name: str, known: dict[object, list[Place]]) -> None:
+        self.function, self._call, self._name, self._known = function, call, name, known
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it. Raises PatchError: it has raised something."""
+        call, split = self._call, _Split(self._call)
+
+        def run_block(*given: Any, **named: Any) -> Any:
+            with call.tokens(on_all=False), split.copies() as copies:
+                out = original(*given, **named)
+            # Blocks may change their inputs in place, which whoever has called them sees.
+            changed = {id(each.local): split.put_back(each) for each in copies if each.local._version != each.version}
+            return split.gather(out, (self._name, ORIGINAL), self._known, changed)
+
+        whole_args, whole_kwargs = split.gather((args, kwargs), (self._name, ""), self._known)
+        original: Any = next((value[ORIGINAL] for value in args if isinstance(value, dict) and ORIGINAL in value), None)
+        whole_args = tuple(
+            {**value, ORIGINAL: run_block} if isinstance(value, dict) and ORIGINAL in value else value for value in whole_args
+        )
+        try:
+            with call.tokens(on_all=True):
+                out = self.function(*whole_args, **whole_kwargs)
+        except (ContextParallelError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise PatchError(f"{self._name} raised {type(error).__name__}: {error}") from error
+        split.write_back()
+        return split.local(out)
+
+
+def plain(thing: Any) -> Any:
+    """Return the code itself."""
+    return thing.function if isinstance(thing, WholeTokens) else thing
+
+
+class _Split:
+    """How the tokens of the values of one run are split."""
+
+    def __init__(self, call: RunningCall) -> None:
+        self._call, self._state = call, call.state
+        self._named: dict[str, Place] = {}
+        self._shapes: dict[torch.Size, Place] = {}
+        self._made: list[Copied] = []
+
+    @contextmanager
+    def copies(self) -> Iterator[list[Copied]]:
+        """Collect what modules get of whole tensors, while active."""
+        before, self._state.copies = self._state.copies, []
+        try:
+            yield self._state.copies
+        finally:
+            self._state.copies = before
+
+    def put_back(self, copied: Copied) -> Tensor:
+        """Have a tensor with all tokens be what ranks have made of their parts; return it."""
+        return copied.whole.copy_(self._call.gather_joint(copied.local, copied.streams, copied.dim))
+
+    def write_back(self) -> None:
+        """Have this rank's tensors be what the code has made in place of those with all tokens."""
+        for each in self._made:
+            if each.whole._version != each.version:
+                layout = self._state.layout(each.streams)
+                each.local.copy_(layout.take_local(each.whole, self._state.rank, each.dim))
+
+    def gather(
+        self,
+        values: Any,
+        where: tuple[str, str],
+        known: dict[object, list[Place]],
+        have: Mapping[int, Tensor] = NOTHING,
+    ) -> Any:
+        """Return values with all tokens.
+
+        Args:
+            where: name of the code, and of what it gets.
+            known: see `WholeTokens`.
+            have: some of the tensors with all tokens, by the id of this rank's.
+
+        Raises:
+            PatchError: the tokens of a tensor are not where they were in the first call.
+        """
+        call, state = self._call, self._state
+        held = dict(_named_tensors(values))
+        streams = self._streams()
+        if not streams or not held:
+            return values
+        # Of what all ranks have alike: their own sizes may change on some of them only, and all must ask each other, or none.
+        key = (*where, call.scope.name, tuple(held), tuple(state.lengths.items()), tuple(sorted(state.whole)))
+        if key not in known:
+            known[key] = self._places(list(held.values()), streams)
+        made: dict[int, Tensor] = {}
+        for (name, tensor), place in zip(held.items(), known[key], strict=True):
+            if place is not None:
+                streams_there, dim = place
+                if dim >= tensor.ndim or tensor.shape[dim] != state.layout(streams_there).local_lengths[state.rank]:
+                    raise PatchError(f"{where[0]}: {name.lstrip('.')} {tuple(tensor.shape)} had its tokens elsewhere before")
+                whole = made[id(tensor)] = have[id(tensor)] if id(tensor) in have else call.gather_joint(tensor, *place)
+                self._made.append(Copied(whole, tensor, whole._version, streams_there, dim))
+                self._named.setdefault(name.rpartition(".")[2], place)
+                self._shapes.setdefault(whole.shape, place)
+        return self._replaced(values, made)
+
+    def local(self, out: Any) -> Any:
+        """Return this rank's tokens of a result. Without tokens among what was given, it has none."""
+        if not self._shapes:
+            return out
+        made: dict[int, Tensor] = {}
+        for name, tensor in _named_tensors(out):
+            likely = (self._shapes.get(tensor.shape), self._named.get(name.rpartition(".")[2]), *self._shapes.values())
+            for streams, dim in filter(None, likely):
+                layout = self._state.layout(streams)
+                if dim < tensor.ndim and tensor.shape[dim] == layout.total:
+                    made[id(tensor)] = layout.take_local(tensor, self._state.rank, dim)
+                    break
+        return self._replaced(out, made)
+
+    def _streams(self) -> list[Streams]:
+        """Return the streams, and those in one attention, that are split now."""
+        state, joint = self._state, [each for pair in self._call.scope.streams for each in pair]
+        found = [*((name,) for name in state.lengths), *joint, *self._call.joint_streams]
+        known = [each for each in dict.fromkeys(found) if each and state.knows(each) and not state.whole.issuperset(each)]
+        plain = [each for each in known if state.grids.keys().isdisjoint(each)]
+        return [each for each in plain if any(length != state.layout(each).total for length in state.layout(each).local_lengths)]
+
+    def _places(self, held: list[Tensor], streams: list[Streams]) -> list[Place]:
+        """Find out together with the other ranks which dimensions count tokens. A collective of a number per tensor."""
+        state, masks = self._state, []
+        for tensor in held:
+            fits = [
+                place
+                for place, (each, dim) in enumerate(_choices(streams))
+                if dim < tensor.ndim and tensor.shape[dim] == state.layout(each).local_lengths[state.rank]
+            ]
+            masks.append(sum(1 << place for place in fits))
+        ranks = self._call.mesh.whole
+        (told,) = ranks.all_gather([torch.tensor([masks], device=ranks.device)], [1] * ranks.size, 0)
+        choices = list(_choices(streams))
+        common = [-1] * len(held)
+        for row in told.tolist():
+            common = [one & other for one, other in zip(common, row, strict=True)]
+        return [next((choices[place] for place in range(len(choices)) if mask >> place & 1), None) for mask in common]
+
+    def _replaced(self, value: Any, made: Mapping[int, Tensor], name: str = "") -> Any:
+        if isinstance(value, Tensor):
+            return made.get(id(value), value)
+        if isinstance(value, dict):
+            if name in OPTIONS:
+                return self._options(value)
+            return {key: self._replaced(item, made, str(key)) for key, item in value.items()}
+        if isinstance(value, (list, tuple)) and next(tensors(value), None) is not None:
+            items = [self._replaced(item, made) for item in value]
+            return value._make(items) if hasattr(value, "_make") else type(value)(items)
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._replaced(item, made) for item in value) if _has_dict(value) else value
+        return value
+
+    def _options(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Return options that count all tokens."""
+        joint = next((each for each in self._call.joint_streams if self._state.knows(each)), None)
+        if IMG_SLICE not in options or joint is None:
+            return options
+        lengths = [self._state.lengths[name] for name in joint]
+        return {**options, IMG_SLICE: [sum(lengths[:-1]), sum(lengths)]}
+
+
+def _has_dict(values: Any) -> bool:
+    return any(isinstance(value, dict) for value in values)
+
+
+def _choices(streams: list[Streams]) -> Iterator[tuple[Streams, int]]:
+    """Yield the possible places of tokens, the likeliest first: tokens are the second dimension as a rule, then the third, of heads
+    or of positions."""
+    for dim in (1, 2, 3, 0, 4, 5):
+        yield from ((each, dim) for each in streams)
+
+
+def _named_tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of arguments by path, but those of options."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if key not in OPTIONS:
+                yield from _named_tensors(item, f"{path}.{key}")
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _named_tensors(item, f"{path}.{index}")

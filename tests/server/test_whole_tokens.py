@@ -1,0 +1,67 @@
+"""Patches of transformers that no table lists: the ranks run them on all tokens, and the first call is compared with one device."""
+
+from functools import partial
+
+import pytest
+from support import families
+from support.graphs import GUIDED_FLUX, family_prompt, wan_prompt
+from support.latents import assert_close, differ
+
+GRAPHS = {
+    "flux": partial(GUIDED_FLUX, width=72, height=104, tokens=13, steps=4),
+    "wan": partial(wan_prompt, cfg=4.0, width=72, height=56, steps=4),
+    "qwen": partial(family_prompt, families.served()["qwen"][1], cfg=4.0, steps=4),
+}
+KINDS = {
+    "flux": (
+        "attention_output", "queries", "replaced_block", "cached_block", "decides_by_tokens", "forward", "image_only",
+    ),
+    "wan": ("queries", "mean", "replaced_block", "cached_block", "decides_by_tokens", "forward", "picture"),
+    "qwen": ("mean", "replaced_block", "decides_by_tokens", "forward", "picture"),
+}  # fmt: skip
+MODES = {
+    "ulysses 2": {"world_size": 2, "ulysses_degree": 2},
+    "ring 3": {"world_size": 3, "ring_degree": 3},
+    "sharded": {"world_size": 2, "weights": "sharded"},
+    "batch 2 x 2": {"world_size": 4, "batch_degree": 2},
+}
+
+
+def nodes(kind):
+    return [("TestOnTokens", {"kind": kind})]
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "mode", "served"),
+    [
+        (model, kind, list(MODES)[(i + j) % len(MODES)], "qwen")
+        for i, (model, kinds) in enumerate(KINDS.items())
+        for j, kind in enumerate(kinds)
+    ],
+)
+def test_latent_equals_the_stock_graph(model, kind, mode, served, server, family_checkpoints):
+    graph = GRAPHS[model]
+    expected, plain = (server.sample_once(graph(model_nodes=each)) for each in (nodes(kind), []))
+    assert differ(expected, plain)
+    assert_close(server.sample(graph(cp=MODES[mode], model_nodes=nodes(kind)), timeout=120), expected)
+    assert_close(server.sample(graph(cp=MODES[mode])), plain)
+
+
+REFUSED = {
+    "by_rank": "compute something else with that than one device",
+    "raises": "raised ValueError: this needs the main process",
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_refused_by_name(kind, server):
+    graph, cp = GRAPHS["wan"], {"world_size": 2}
+    server.fails(graph(cp=cp, model_nodes=nodes(kind)), REFUSED[kind], "on_unsupported", timeout=120)
+    expected = server.sample(graph(model_nodes=nodes(kind)))
+    assert_close(server.sample(graph(cp={**cp, "on_unsupported": "single device"}, model_nodes=nodes(kind)), timeout=120), expected)
+    server.sample(graph(cp=cp))
+
+
+def test_stages_have_no_call_with_all_tokens(server):
+    cp = {"world_size": 2, "weights": "staged"}
+    server.fails(GRAPHS["wan"](cp=cp, model_nodes=nodes("mean")), "needs all tokens at once", "Set weights of CP Config to auto")

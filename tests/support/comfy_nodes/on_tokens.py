@@ -1,0 +1,180 @@
+"""One node that attaches to a transformer what node packs do, in the shapes that the most installed ones have."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from comfy.ldm.modules.attention import optimized_attention
+from comfy.model_patcher import ModelPatcher
+from torch import Tensor
+
+from .conditioning import Random
+from .node import node
+
+
+def _blocks(model: ModelPatcher) -> str:
+    """The path of the blocks."""
+    transformer = model.model.diffusion_model
+    return next(name for name in ("double_blocks", "transformer_blocks", "blocks", "layers") if hasattr(transformer, name))
+
+
+def _attention_output(model: ModelPatcher) -> None:
+    """Weighs tokens by where they are: wrong on a part of them."""
+
+    def weighed(attn: Tensor, extra_options: dict[str, Any]) -> Tensor:
+        return attn * torch.linspace(0.8, 1.2, attn.shape[1]).to(attn)[:, None]
+
+    model.set_model_attn1_output_patch(weighed)
+
+
+class Mean:
+    """Adds the mean of all tokens behind a block: an object, for all blocks."""
+
+    def __init__(self, weight: float) -> None:
+        self.weight = weight
+
+    def __call__(self, args: dict[str, Any]) -> dict[str, Any]:
+        img = args["img"]
+        return {**args, "img": img + self.weight * img.mean(1, keepdim=True)}
+
+
+def _mean(model: ModelPatcher) -> None:
+    model.set_model_patch(Mean(0.5), "double_block")
+
+
+def _replaced_block(model: ModelPatcher) -> None:
+    """Runs a block, and turns its tokens around."""
+
+    def replace(args: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+        out = extra["original_block"](args)
+        return {**out, "img": out["img"] + 0.2 * out["img"].flip(1)}
+
+    for number in range(2):
+        model.set_model_patch_replace(replace, "dit", "double_block", number)
+
+
+def _cached_block(model: ModelPatcher) -> None:
+    """Skips a block at every second call, as block caches do: it adds what it added before."""
+    kept: dict[str, Any] = {"calls": 0}
+
+    def replace(args: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+        kept["calls"] += 1
+        if kept["calls"] % 2:
+            out = extra["original_block"](args)
+            kept["added"] = out["img"] - args["img"]
+            return out
+        return {**args, "img": args["img"] + kept["added"]}
+
+    model.set_model_patch_replace(replace, "dit", "double_block", 1)
+
+
+def _decides_by_tokens(model: ModelPatcher) -> None:
+    """Skips a block where its tokens have changed little since the last call, as First Block Cache does."""
+    kept: dict[str, Any] = {}
+
+    def replace(args: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+        last = kept.get("img")
+        kept["img"] = args["img"].clone()
+        if last is not None and (last - args["img"]).abs().mean() < 0.5 * args["img"].abs().mean():
+            return {**args, "img": args["img"] * 1.01}
+        return extra["original_block"](args)
+
+    model.set_model_patch_replace(replace, "dit", "double_block", 1)
+
+
+def _forward(model: ModelPatcher) -> None:
+    """Another forward of a block, around its own."""
+    path = f"diffusion_model.{_blocks(model)}.1.forward"
+    stock = model.get_model_object(path)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        out = stock(*args, **kwargs)
+        if isinstance(out, tuple):
+            return tuple(tokens + 0.2 * tokens.flip(1) for tokens in out)
+        return out + 0.2 * out.flip(1)
+
+    model.add_object_patch(path, forward)
+
+
+class PictureAttention:
+    """Adds attention to a picture's keys and values behind a block, with a module of its own, as PuLID does for Flux."""
+
+    def __init__(self, width: int) -> None:
+        random = Random(3)
+        self.keys, self.values = random(1, 5, width), random(1, 5, width)
+        self.norm = torch.nn.LayerNorm(width)
+
+    def __call__(self, args: dict[str, Any]) -> dict[str, Any]:
+        img = args["img"]
+        keys, values = (t.to(img).expand(img.shape[0], -1, -1) for t in (self.keys, self.values))
+        query = torch.nn.functional.layer_norm(img, (img.shape[-1],))
+        return {**args, "img": img + 0.3 * optimized_attention(query, keys, values, 2)}
+
+
+def _picture(model: ModelPatcher) -> None:
+    blocks = getattr(model.model.diffusion_model, _blocks(model))
+    width = next(module.in_features for module in blocks[0].modules() if isinstance(module, torch.nn.Linear))
+    model.set_model_patch(PictureAttention(width), "double_block")
+
+
+def _queries(model: ModelPatcher) -> None:
+    def patch(first: Any, *args: Any, **kwargs: Any) -> Any:
+        # Flux calls it with q, k and v, `[B, heads, tokens, D]`, and takes a dict; Wan calls it with one dict and takes a tensor.
+        if isinstance(first, dict):
+            return first["x"] * torch.linspace(0.9, 1.1, first["x"].shape[1]).to(first["x"])[:, None]
+        return {"q": first * torch.linspace(0.9, 1.1, first.shape[2]).to(first)[:, None]}
+
+    model.set_model_attn1_patch(patch)
+
+
+def _image_only(model: ModelPatcher) -> None:
+    """Changes the image's tokens alone, by the counts that the options give."""
+
+    def weighed(attn: Tensor, extra_options: dict[str, Any]) -> Tensor:
+        first, last = extra_options["img_slice"]
+        out = attn.clone()
+        out[:, first:last] *= 0.7
+        return out
+
+    model.set_model_attn1_output_patch(weighed)
+
+
+def _by_rank(model: ModelPatcher) -> None:
+    """Counts tokens by what the transformer's first layer made of them: only one process can be right."""
+
+    def patch(args: dict[str, Any]) -> dict[str, Any]:
+        return {**args, "img": args["img"] * (1 + torch.distributed.get_rank() if torch.distributed.is_initialized() else 1)}
+
+    model.set_model_patch(patch, "double_block")
+
+
+def _raises(model: ModelPatcher) -> None:
+    def patch(args: dict[str, Any]) -> dict[str, Any]:
+        if torch.distributed.is_initialized():
+            raise ValueError("this needs the main process")
+        return {**args, "img": args["img"] * 0.9}
+
+    model.set_model_patch(patch, "double_block")
+
+
+KINDS: dict[str, Callable[[ModelPatcher], None]] = {
+    "attention_output": _attention_output,
+    "queries": _queries,
+    "mean": _mean,
+    "replaced_block": _replaced_block,
+    "cached_block": _cached_block,
+    "decides_by_tokens": _decides_by_tokens,
+    "forward": _forward,
+    "picture": _picture,
+    "image_only": _image_only,
+    "by_rank": _by_rank,
+    "raises": _raises,
+}
+
+
+@node("MODEL", again=True, model="MODEL", kind=list(KINDS))
+def TestOnTokens(model: Any, kind: str) -> Any:
+    """Attach something new to a clone of a transformer that no table of the ranks lists."""
+    patched = model.clone()
+    KINDS[kind](patched)
+    return patched
