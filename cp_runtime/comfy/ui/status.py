@@ -11,7 +11,7 @@ from ...controller.run_stats import NOT_MEASURED, CallRecord, Node
 from ...controller.workers import Workers
 from ...pool.progress import SILENT
 from ...pool.worker_pool import WorkerPool
-from ...system import system
+from ...system.processes import host_bytes
 from ...version import VERSION
 from ...words import ENGLISH, Words, words_in
 from .hosts import HOSTS
@@ -223,7 +223,7 @@ def _rank(workers: Workers, record: CallRecord | None, rank: int, state: str) ->
         state = "silent"
     # A rank's part of a sequence is of the sampling run; its memory, and whether it idled, of the last call of its kind.
     last = workers.last_call
-    host = system.host_bytes(pid)
+    host = host_bytes(pid)
     if pool.config.machines[rank]:  # its process id is another machine's
         host = last.reports[rank].memory.host if last else 0
     same = last is not None and (last is not workers.last_vae_call) == workers.sampling
