@@ -190,7 +190,7 @@ class Controller:
         Returns the seconds that belong to no call of the run.
         """
         journal, workers = self.journal, self.workers
-        if journal.run.calls < 2 or workers is None:  # the first call warms up
+        if journal.run.begun < 2 or workers is None:  # the first call warms up
             return 0.0
         if record.at_work == 1:
             journal.measured()

@@ -18,7 +18,7 @@ from ..cache import CacheFile
 from ..errors import ContextParallelError
 from ..pool.protocol import decode
 from ..timing.times import Times
-from .run_stats import CallRecord, Node, RunStats, Speed
+from .run_stats import CallRecord, Node, RunResult, RunStats
 
 log = logging.getLogger("context_parallel")
 
@@ -37,6 +37,11 @@ class Failure:
     rank: int | None  # rank that caused it, or None
     device: str | None  # of that rank
     node: Node | None  # node that failed; None = no node waited
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """The error for the status."""
+        return {**vars(self), "node": self.node and {"id": self.node.node_id, "type": self.node.kind}}
 
 
 def public_message(error: BaseException) -> str:
@@ -73,8 +78,8 @@ class Journal:
         run.finish(steps)
         if run.kind is not None:
             self._taken[run.kind] = self._taken.get(run.kind, 0.0) + run.taken
-            if run.last is None and run.per_call:
-                self._times.add(run.kind, run.machine, run.per_call)
+            if run.result.last is None and run.result.per_call:
+                self._times.add(run.kind, run.machine, run.result.per_call)
         self._times.save()
         self.run_succeeded()
 
@@ -125,47 +130,36 @@ class Journal:
         self.changed.set()
 
     def measured(self, obstacle: str = "", difference: float | None = None) -> None:
-        """Record that a call ran on one device, by choice, or was repeated there. `obstacle`: why it could not, of OBSTACLES;
-        `difference`: of the result from that on the ranks."""
+        """Record that a call ran on one device, by choice, or was repeated there. `obstacle`: key of the reason why
+        it could not; `difference`: of the result from that on the ranks."""
+        self.measuring, self._obstacle = False, (self.run.kind, obstacle)
         if difference is not None and math.isfinite(difference):  # the status is JSON, which has no other numbers
-            self.run.difference = difference
+            self.run.note(difference=difference)
         elif difference is not None:
             log.warning("the result of the measured call differs by %s from that on one device", difference)
-        self.measuring, self._obstacle = False, (self.run.kind, obstacle)
 
     def is_worth_measuring(self, record: CallRecord) -> bool:
         """Return whether to repeat this call on one device unrequested: the first time for this model, size and device, if that
         takes a small part of the time of such runs in this process."""
-        run, speed = self.run, self.speed
-        if speed is None or speed.alone or speed.obstacle or run.kind is None:
+        run, result = self.run, self.result
+        if result is None or result.alone or result.obstacle or run.kind is None:
             return False
         return record.seconds * record.at_work <= SMALL * (self._taken.get(run.kind, 0.0) + run.taken)
 
     @property
-    def alone(self) -> tuple[float, ...]:
-        """Seconds of calls of this kind on one device, in runs there and on one rank: all measurements."""
-        run = self.run
-        return () if run.kind is None else self._times.of(run.kind, run.machine) + self._times.of(run.kind, run.one_rank)
-
-    @property
-    def speed(self) -> Speed | None:
-        """Speed of the run; None before the end of its first call."""
-        run, last = self.run, self.run.last
-        if not run.done and last is None:
+    def result(self) -> RunResult | None:
+        """Result of the run so far, with its comparison with one device; None before the end of its first call."""
+        run, result = self.run, self.run.result
+        if not result.calls and result.last is None:
             return None
         kind, obstacle = self._obstacle
-        return Speed(
-            ranks=1 if last is None else last.at_work,
-            per_call=run.per_call,
-            alone=self.alone,
+        there, on_one_rank = (self._times.of(run.kind, who) if run.kind else () for who in (run.machine, run.one_rank))
+        return replace(
+            result,
+            alone=there + on_one_rank,
             obstacle=obstacle if kind == run.kind else "",
-            unit=run.unit,
-            steps=run.steps,
-            calls=run.done,
-            limit=run.limit,
-            patched=run.patched,
             # A device that ran by itself, without ranks, fetched nothing.
-            fetched=last is not None and last.fetched and not (run.kind and self._times.of(run.kind, run.machine)),
+            fetched=result.last is not None and result.last.fetched and not there,
         )
 
 

@@ -41,7 +41,7 @@ class Demand(NamedTuple):
 
 def held_parts(choice: Choice, held: int, whole: int, unit: str, ranks: int) -> dict[str, str]:
     """Return the parts of the words about a model's weights: `case`, the key of its text, of "held", and the numbers as
-    text. `held`: bytes on the device of one rank; `whole`: of all weights; `unit`: of `run_stats.UNITS`."""
+    text. `held`: bytes on the device of one rank; `whole`: of all weights; `unit`: see `run_stats.unit_of`."""
     case = "shared" if unit == "process" and choice.placement == WHOLE else "some" if choice.most else choice.placement
     held_gb, whole_gb = (f"{each / GB:.0f}" if each >= 10 * GB else f"{each / GB:.2g}" for each in (held, whole))
     return {"case": case, "held": held_gb, "whole": whole_gb, "unit": unit, "count": str(choice.most), "all": str(ranks)}

@@ -97,8 +97,6 @@ class Workers:
     @property
     def modules(self) -> int:
         """Planned modules that all ranks have entered in the running call; 0 = no call."""
-        if self.pool.command != "call":
-            return 0
         return min((self.pool.progress(rank).at.modules for rank in range(len(self.pool.processes))), default=0)
 
     @property
@@ -154,7 +152,7 @@ class Workers:
             raise
         with _harmless():
             run.one_rank = chooser.who(ranks, 1)
-            run.limit = sum(ranks.shares[:count]) / ranks.shares[0] if ranks.shares else 0.0
+            run.note(limit=sum(ranks.shares[:count]) / ranks.shares[0] if ranks.shares else 0.0)
             self._add(kind, chooser.who(ranks, count), record, run)
             chooser.note(kind, ranks, count)
             choice = chooser.described(kind, ranks, count) if config.chooses_ranks else None
@@ -167,7 +165,7 @@ class Workers:
     def _add(self, kind: str, who: str, record: CallRecord, run: RunStats) -> None:
         """Add a call's time to the table, with the sampler's time between two calls. The first call of a run may include warm-up:
         it counts while there is at most one other."""
-        if run.calls > 1 or len(self._times.of(kind, who)) < 2:
+        if run.begun > 1 or len(self._times.of(kind, who)) < 2:
             waited = max(report.outcome.prelude for report in record.reports)
             self._times.add(kind, who, record.seconds - waited + run.between)
 

@@ -149,8 +149,7 @@ def test_idle(pool_server, expected):
         assert (rank["rank"], rank["device"], rank["state"]) == (index, "cpu", "idle")
         assert rank["seconds_since_heartbeat"] <= 1 * SLACK
         assert rank["memory"]["host"] > 50e6
-        assert rank["models"] == ["flux.safetensors"]
-        assert (rank["last_error"], rank["culprit"]) == (None, False)
+        assert not rank["culprit"]
     assert status["starting"] is None
     assert pool_server.get(f"/api{STATUS}")["ranks"][0]["pid"] == pids[0]
 
@@ -236,7 +235,6 @@ def test_a_stopped_rank_is_silent_and_a_dead_one_gone(pool_server, expected):
     failure = status["last_error"]
     assert (failure["rank"], failure["device"], failure["node"]) == (1, "cpu", {"id": "sampler", "type": "KSampler"})
     assert [(rank["state"], rank["culprit"]) for rank in status["ranks"]] == [("ended", False), ("failed", True)]
-    assert status["ranks"][1]["last_error"] == failure["message"]
     assert "SIGKILL" in failure["message"]
     assert "INFO|" not in failure["message"]
     assert abs(failure["time"] - time.time()) < 60
