@@ -43,7 +43,7 @@ class Controller:
         workers: None before the first use. Another thread may replace it, so read it once per use.
         times: of calls and starts, also those of earlier processes.
         journal: outlives the workers.
-        preferences: for graphs without a CP Config.
+        preferences: for graphs without settings.
     """
 
     def __init__(

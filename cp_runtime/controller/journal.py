@@ -98,7 +98,7 @@ class Journal:
         return self.last_error
 
     def pass_through(self, node: Node | None) -> None:
-        """Record that a node passes its model through, because this machine has no devices to share it out to."""
+        """Record a node that passes its model through: this machine has one device."""
         self.node = node
         self.changed.set()
 
@@ -119,19 +119,19 @@ class Journal:
         self.changed.set()
 
     def forget(self) -> None:
-        """Forget the measurements on one device of runs like this one: one that was asked for begins anew."""
+        """Forget the measurements on one device of runs like this one, for a requested one."""
         if self.run.kind is not None:
             for who in (self.run.machine, self.run.one_rank):
                 self._times.forget(self.run.kind, who)
 
     def cancel_measuring(self) -> None:
-        """Measure no call, neither in the next run nor in this one, where one may be in progress."""
+        """Measure no call, in this run or the next one."""
         self.measuring = False
         self.changed.set()
 
     def measured(self, obstacle: str = "", difference: float | None = None) -> None:
-        """Record that a call ran on one device, by choice, or was repeated there. `obstacle`: key of the reason why
-        it could not; `difference`: of the result from that on the ranks."""
+        """Record a call on one device, by choice or as a repetition, or the obstacle to it. `obstacle`: key of its text, of
+        "obstacle"; `difference`: see `RunResult`."""
         self.measuring, self._obstacle = False, (self.run.kind, obstacle)
         if difference is not None and math.isfinite(difference):  # the status is JSON, which has no other numbers
             self.run.note(difference=difference)
@@ -167,7 +167,7 @@ class Journal:
 class Preferences:
     """The user's preferences."""
 
-    devices: str = ""  # as in CP Config; empty = all
+    devices: str = ""  # as in the settings; empty = all
     measure: bool = True  # compare long runs with one device unrequested
 
 

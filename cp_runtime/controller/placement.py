@@ -94,9 +94,7 @@ def choose(
     if config.pipeline is not None:
         stages = config.pipeline.stages
         held = demand.on_device(STAGED, ranks, stages) / GB
-        return Choice(
-            STAGED, f"staged, for CP PipeFusion: {demand.weights / GB:.3g} GB of weights in {stages} stages of {held:.3g} GB"
-        )
+        return Choice(STAGED, f"staged, as set: {demand.weights / GB:.3g} GB of weights in {stages} stages of {held:.3g} GB")
     if config.weights != "auto":
         needed = demand.per_rank(config.weights, ranks)
         if config.memory_per_rank and needed > config.memory_per_rank * GB:

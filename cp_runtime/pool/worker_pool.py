@@ -79,17 +79,17 @@ class WorkerPool:
     """Persistent worker ranks. One caller at a time, except for `abort` and `progress`.
 
     Attributes:
-        command: the command that runs, or "start"; empty = none. From any thread.
-        waiting_for: the ranks that have not reported on it.
-        stage: of the start: "importing" what ranks need, "connecting" them.
+        command: the current command, or "start"; empty = none. From any thread.
+        waiting_for: ranks without a report on it.
+        stage: of the start: "importing" or "connecting".
         since: when the start began, in seconds since the epoch.
         last_command, last_command_ended: the last command that was not brief, and when it ended, on the clock of `time.monotonic`.
-        backend: by which the ranks communicate; None until they are ready.
-        shares, device_names: of the ranks; none until they are ready.
-        load_timeout: seconds that ranks may take to load a model, and for a call in which they bring it to their devices.
-        chosen: why they share memory although NCCL connects them; empty = they do not.
-        fallback: how they may connect; its `reason` says why they do not as they would by default.
-        hosts: other computers with ranks that ssh has started.
+        backend: of the ranks' communication; None before they are ready.
+        shares, device_names: of the ranks; empty before they are ready.
+        load_timeout: seconds for a load, and for a call that brings a model to the devices.
+        chosen: reason for shared memory in place of a working NCCL; empty = none.
+        fallback: ways to connect; its `reason`: why the default one is not used.
+        hosts: other computers with ranks.
         apart: ranks that cannot map this process's memory.
         peer_to_peer: whether their GPUs reach each other's memory; None before they connect and without NCCL.
     """
