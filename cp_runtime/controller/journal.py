@@ -73,7 +73,7 @@ class Journal:
         self._taken: dict[str, float] = {}  # seconds of all runs that ended well, by kind
 
     def end_run(self, steps: int = 0) -> None:
-        """Record that the run has ended well, after `steps` steps. If it ran on one device, others can be compared with it."""
+        """Record the success of the run, of `steps` steps. Later runs are compared with one on one device."""
         run = self.run
         run.finish(steps)
         if run.kind is not None:
@@ -84,12 +84,12 @@ class Journal:
         self.run_succeeded()
 
     def run_succeeded(self) -> None:
-        """Record that a run, of a model or of a VAE, has ended well: an earlier error is over."""
+        """Record the success of a run, of a model or of a VAE: an earlier error is over."""
         self.last_error = None
         self.changed.set()
 
     def fail(self, error: BaseException, node: Node | None, devices: Sequence[str] = ()) -> Failure:
-        """Record that a run failed, or was refused before it reached the workers. `devices`: of the ranks."""
+        """Record the failure of a run, or its refusal before it reached the workers. `devices`: of the ranks."""
         rank = getattr(error, "rank", None)
         device = devices[rank] if rank is not None and rank < len(devices) else None
         self.last_error = Failure(time.time(), public_message(error), rank, device, node)

@@ -113,7 +113,7 @@ def _of_ranks(model: ContextParallelPatcher, result: RunResult, last: CallRecord
 
 
 def _weights(model: ContextParallelPatcher) -> dict[str, Any] | None:
-    """Return the placement of the weights; None if the ranks have been lost since."""
+    """Return the placement of the weights; None after a loss of the ranks."""
     resident = CONTROLLER.resident(notes_of(model.model).key)
     if resident is None:
         return None
@@ -126,7 +126,7 @@ def _weights(model: ContextParallelPatcher) -> dict[str, Any] | None:
 
 
 def _pipeline(config: RuntimeConfig, result: RunResult, last: CallRecord) -> dict[str, Any] | None:
-    """Return how the last call passed through stages, and the number of exact calls in the run; None without stages."""
+    """Return the stages of the last call, and the number of exact calls in the run; None without stages."""
     staged = [report.outcome.staged for report in last.reports if report.outcome.staged is not None]
     if not staged:
         return None

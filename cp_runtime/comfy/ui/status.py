@@ -222,9 +222,8 @@ def _rank(workers: Workers, record: CallRecord | None, rank: int, state: str) ->
             state = "failed" if culprit else "ended"
     elif since is not None and since > SILENT:
         state = "silent"
-    # A rank's part of a sequence is of the sampling run; its memory, and whether it idled, of the last call of its kind.
     memory = last and last.reports[rank].memory
-    same = last is not None and (last is not workers.last_vae_call) == workers.sampling
+    of_kind = record if workers.sampling else workers.last_vae_call  # the last call of the current kind
     # The process id of a rank on another machine says nothing here.
     host = (memory.host if memory else 0) if pool.config.machines[rank] else host_bytes(pid)
     return {
@@ -233,7 +232,7 @@ def _rank(workers: Workers, record: CallRecord | None, rank: int, state: str) ->
         "pid": pid,
         "state": state,
         "culprit": culprit,
-        "idle": bool(last and same and last.reports[rank].outcome.idle),
+        "idle": of_kind is not None and of_kind.reports[rank].outcome.idle,
         "process": kernel,
         "modules": progress.at.modules,
         "seconds_since_heartbeat": since,
