@@ -54,10 +54,13 @@ def test_routes_that_the_documents_name_are_served():
 
 def test_every_key_of_the_status_is_documented():
     module = ast.parse(read("cp_runtime/comfy/ui/status.py"))
-    (status,) = [node for node in module.body if isinstance(node, ast.FunctionDef) and node.name == "status"]
+    (status,) = [node for node in module.body if isinstance(node, ast.ClassDef)]
+    assigned = {ast.unparse(node.targets[0]): node.value for node in ast.walk(status) if isinstance(node, ast.Assign)}
+    inside = ast.literal_eval(assigned["inside"])
     written = [node for node in ast.walk(status) if isinstance(node, ast.Dict)]
     keys = {key.value for node in written for key in node.keys if isinstance(key, ast.Constant)}
-    assert {"state", "ranks"} <= keys
+    keys |= {field.target.id for field in status.body if isinstance(field, ast.AnnAssign)} - {*inside}
+    assert {"state", "speed", "ranks"} <= keys
     page = read("docs/failures.md").partition("## The status")[2]
     assert sorted(key for key in keys if f"`{key}`" not in page) == []
 
