@@ -42,7 +42,6 @@ AT_FULL_LENGTH = [
     *(f"tests/ranks/weights/test_{name}.py" for name in ("patched", "staged_weights")),
     "tests/browser/test_help.py",
     "tests/browser/test_templates.py",
-    "tests/families/test_tracer.py",
     "tests/gpu/test_gpu_check.py",
 ]
 HEAD = """# Reliability
