@@ -83,7 +83,12 @@ def in_place_with_the_same_time(base: Path) -> None:
 @pytest.mark.bits("the stock path twice")
 @pytest.mark.parametrize(
     ("change", "weights"),
-    [(by_rename, {}), (by_rename_with_the_same_time, {}), (in_place_with_the_same_time, {}), (in_place_with_the_same_time, FP8)],
+    [
+        pytest.param(by_rename, {}, marks=pytest.mark.soak),
+        pytest.param(by_rename_with_the_same_time, {}, marks=pytest.mark.soak),
+        (in_place_with_the_same_time, {}),
+        (in_place_with_the_same_time, FP8),
+    ],
 )
 def test_a_file_that_is_replaced_before_the_ranks_have_its_model(file_server, models, change, weights):
     """ComfyUI holds the old model, from a prompt without context parallelism; the ranks get that one."""
@@ -217,6 +222,9 @@ def copied_over(base: Path) -> None:
     shutil.copyfile(base / "other", model_file(base))
 
 
+COPIED = pytest.param("whole", "copied over", marks=pytest.mark.soak)
+
+
 @pytest.fixture(scope="module")
 def long(models, file_server):
     replace(models, "original")
@@ -224,7 +232,7 @@ def long(models, file_server):
     return latent(file_server, **LONG)
 
 
-@pytest.mark.parametrize(("placement", "change"), [*every("same size", "its time put back"), ("whole", "copied over")])
+@pytest.mark.parametrize(("placement", "change"), [*every("same size", "its time put back"), COPIED])
 def test_a_file_that_is_overwritten_in_the_middle_of_a_prompt(file_server, models, pictures, long, placement, change):
     cp = {**CP, "weights": placement}
     running = file_server.queue(flux_prompt(cp=cp, **LONG))

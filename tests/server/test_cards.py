@@ -26,7 +26,8 @@ BOUND = 1e-5  # of float32, relative to the standard deviation
 HALF_BOUND = 5e-2
 FLUX_BYTES = 28.9e6
 CASES = cases(2)
-SELDOM = ("Flux", "Flux, mask over keys", "Flux, LoRA", "Flux, LoRA changed", "Wan", "Wan, sequence only")
+OFTEN = ("Flux, CFG, batch, odd size", ("ltxv", "decode"))
+"""What `make test` computes on cards: CPU ranks have every other graph."""
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +80,7 @@ def test_what_ranks_import_is_imported_while_a_prompt_loads(card_server):
     assert waiting() == []
 
 
-@pytest.mark.parametrize("case", [pytest.param(name, marks=pytest.mark.soak if name in SELDOM else ()) for name in CASES])
+@pytest.mark.parametrize("case", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.soak) for name in CASES])
 def test_two_cards_are_as_one(card_server, case):
     graph, cp = CASES[case]
     stock, ours = latent(card_server, graph()), latent(card_server, graph(cp=cp))
@@ -88,9 +89,7 @@ def test_two_cards_are_as_one(card_server, case):
     assert (status["backend"], [rank["device"] for rank in status["ranks"]]) == ("nccl", ["cuda:0", "cuda:1"])
 
 
-@pytest.mark.parametrize(
-    ("name", "method"), [pytest.param(name, method, marks=() if name == "ltxv" else pytest.mark.soak) for name, method in VAES]
-)
+@pytest.mark.parametrize(("name", "method"), [pytest.param(*vae, marks=() if vae in OFTEN else pytest.mark.soak) for vae in VAES])
 @pytest.mark.usefixtures("vae_files")
 def test_a_picture_is_decoded_on_both_cards(card_server, name, method):
     prompts = vae_prompt(name, method), vae_prompt(name, method, "exact", world=0)
@@ -136,6 +135,7 @@ def test_texts_are_prepared_with_patched_weights_on_the_card(served, card_server
     assert_close(ours, stock, BOUND)
 
 
+@pytest.mark.soak
 def test_two_cards_in_half_precision_are_as_one(comfyui_path, checkpoints_dir, cards, tmp_path):
     """A server without any option: weights and numbers are of the type that ComfyUI takes on these cards."""
     machine = replace(cards, ledger=tmp_path / "ledger")
@@ -274,6 +274,7 @@ def test_a_text_encoder_takes_what_it_needs_of_the_first_card_and_the_ranks_keep
     assert loads(card_server) == loaded
 
 
+@pytest.mark.soak
 def test_cards_that_share_memory_are_as_one(comfyui_path, checkpoints_dir, tmp_path):
     """In place of NCCL through the host's memory, with groups of some of the ranks."""
     cards = stand_in.Cards(count=4, gigabytes=8, ledger=tmp_path / "ledger")
