@@ -106,15 +106,27 @@ def test_patches_inside_the_transformer_are_refused_or_run_on_a_single_device(ki
     assert "single device" in off_server.log_text()
 
 
+REFUSED = [
+    (flux_prompt, "multigpu", "MultiGPU CFG Split"),
+    (flux_prompt, "on_load", "runs code whenever the model is loaded"),
+    (partial(wan_prompt, ckpt="wan_i2v"), "chosen_attention", "the model file chooses attention_of_a_pack for blocks.0.self_attn"),
+    (wan_prompt, "attn2_patch", "patches: attn2_patch"),
+]
+COMPILING = [
+    (flux_prompt, "compile_option", "do not take option cpp.cxx='/tmp/evil'"),
+    (flux_prompt, "compile_alone", "compiles the model in a way of its own"),
+    (flux_prompt, ("TorchCompileModel", {"backend": "cudagraphs"}), "backend cudagraphs records what a device does"),
+]
+"""Nodes that may stand behind Apply Context Parallel, too."""
+
+
 @pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        ("multigpu", "MultiGPU CFG Split"),
-        ("on_load", "runs code whenever the model is loaded"),
-    ],
+    ("place", "make", "node", "words"),
+    [*(("model_nodes", *case) for case in (*REFUSED, *COMPILING)), *(("after_apply", *case) for case in COMPILING)],
 )
-def test_models_that_the_workers_cannot_have(kind, words, off_server):
-    off_server.fails(flux_prompt(cp={"world_size": 2}, model_nodes=[("TestPatch", {"kind": kind})]), words)
+def test_a_node_is_refused_by_its_effect(place, make, node, words, off_server):
+    node = ("TestPatch", {"kind": node}) if isinstance(node, str) else node
+    off_server.fails(make(cp={"world_size": 2}, **{place: [node]}), words)
 
 
 @pytest.mark.bits("the stock path twice")
@@ -137,17 +149,6 @@ def test_classes_that_a_pack_changed(server):
     assert (server.sample(wan_prompt()) == before).all()
 
 
-MODULES = {
-    "chosen_attention": ("wan_i2v", "the model file chooses attention_of_a_pack for blocks.0.self_attn of WanModel"),
-}
-
-
-@pytest.mark.parametrize("kind", MODULES)
-def test_modules_that_the_ranks_would_not_have(kind, off_server):
-    ckpt, words = MODULES[kind]
-    off_server.fails(wan_prompt(ckpt=ckpt, cp={"world_size": 2}, model_nodes=[("TestPatch", {"kind": kind})]), words)
-
-
 def test_a_layer_of_a_class_that_a_node_made(server):
     """Ranks make the class from its body."""
     nodes = {"ckpt": "wan_t2v_low", "model_nodes": [("TestPatch", {"kind": "module"})]}
@@ -156,20 +157,6 @@ def test_a_layer_of_a_class_that_a_node_made(server):
     server.free_first()
     assert_close(server.sample(wan_prompt(cp={"world_size": 2}, **nodes)), expected)
     server.free_first()
-
-
-COMPILING = {
-    "cudagraphs": ("TorchCompileModel", {"backend": "cudagraphs"}, "backend cudagraphs records what a device does"),
-    "an option that names a file": ("TestPatch", {"kind": "compile_option"}, "do not take option cpp.cxx='/tmp/evil'"),
-    "in a way of its own": ("TestPatch", {"kind": "compile_alone"}, "compiles the model in a way of its own"),
-}
-
-
-@pytest.mark.parametrize("case", COMPILING)
-@pytest.mark.parametrize("place", ["model_nodes", "after_apply"])
-def test_torch_compile_that_the_ranks_cannot_repeat(place, case, off_server):
-    node, inputs, words = COMPILING[case]
-    off_server.fails(flux_prompt(cp={"world_size": 2}, **{place: [(node, inputs)]}), words, "on_unsupported")
 
 
 HOOKS = {
@@ -230,11 +217,6 @@ def test_uneven_shapes_are_refused_when_ulysses_anything_is_off(server):
     pids = server.worker_pids()
     server.run(flux_prompt(tokens=12, cp=settings)).check()
     assert server.worker_pids() == pids  # an error on every rank costs no restart
-
-
-def test_model_patches_of_wan(off_server):
-    prompt = wan_prompt(cp={"world_size": 2}, model_nodes=[("TestPatch", {"kind": "attn2_patch"})])
-    off_server.fails(prompt, "patches: attn2_patch")
 
 
 @pytest.mark.parametrize("kind", ["alone", "inside", "set", "bytes", "number"])
