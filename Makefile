@@ -32,7 +32,7 @@ train-demo: ## train the model that draws digits anew, from nothing (46 minutes 
 	@$(SETUP) && "$$CP_PYTHON" benchmarks/digits/train.py $(TRAIN_ARGS)
 
 pictures: ## take every picture of documents, help and templates anew, and the README's clip (10 minutes on two idle cores)
-	@$(SETUP) && CP_SCREENSHOTS=1 $(PYTEST) tests/browser && "$$CP_PYTHON" tests/browser/clip.py
+	@$(SETUP) && CP_SCREENSHOTS=1 $(PYTEST) tests/browser && for part in cards graphs clip; do "$$CP_PYTHON" .ci/pictures/$$part.py || exit; done
 
 bench: ## run every benchmark and say which ratios moved since they were recorded (three quarters of an hour; BENCH_ARGS=--quick for less, --record to keep them)
 	@$(SETUP) && "$$CP_PYTHON" benchmarks/recorded.py $(BENCH_ARGS)
