@@ -67,9 +67,10 @@ LINT = Job(name="lint", command=("make", "-k", "lint"))
 # The longest first. Few: every job has a session of pytest, checkpoints, servers and a copy that ranks are forked from.
 JOBS = (
     Job(name="ranks", paths=("tests/ranks",)),
-    Job(name="faults", paths=("tests/faults",)),
     Job(name="server", paths=("tests/server",)),
+    Job(name="faults", paths=("tests/faults",)),
     Job(name="pool", paths=files("server", "compiled", "hosts", "lifecycle", "pipefusion", "status", "vae_life", "weights")),
+    Job(name="cards", paths=files("server", "accelerators", "alone", "cards", "dynamic_vram", "gguf", "hidden_cards")),
     Job(name="browser", paths=("tests/browser",)),
     Job(name="owners", paths=files("faults", "beyond", "leaks", "neighbours", "parent", "pool")),
     Job(

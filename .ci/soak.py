@@ -36,14 +36,14 @@ TESTS = [
 ]
 # Where `make test` leaves cases out, because others run the same code: `support.faults.SOAK`, and the mark `soak`.
 AT_FULL_LENGTH = [
-    *(f"tests/server/test_{name}.py" for name in ("accelerators", "cards", "compiled", "families", "gguf", "host_memory")),
-    *(f"tests/server/test_{name}.py" for name in ("every_change", "next_comfyui", "nodes", "patches", "quantised", "vae")),
+    *(f"tests/server/test_{name}.py" for name in ("accelerators", "cards", "compiled", "every_change", "families", "gguf")),
+    *(f"tests/server/test_{name}.py" for name in ("host_memory", "next_comfyui", "nodes", "past_the_forward", "patches")),
+    *(f"tests/server/test_{name}.py" for name in ("quantised", "vae")),
     *(f"tests/ranks/api/test_{name}.py" for name in ("api", "diffusers")),
     *(f"tests/ranks/families/test_{name}.py" for name in ("cards", "compiled", "families", "stages")),
     "tests/ranks/attention/test_attention.py",
     "tests/ranks/vae/test_vae.py",
-    *(f"tests/ranks/weights/test_{name}.py" for name in ("patched", "staged_weights")),
-    "tests/browser/test_help.py",
+    *(f"tests/ranks/weights/test_{name}.py" for name in ("converted", "patched", "staged_weights")),
     "tests/browser/test_templates.py",
     "tests/gpu/test_gpu_check.py",
 ]

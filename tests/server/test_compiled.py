@@ -84,6 +84,7 @@ def test_a_node_that_names_blocks_and_a_graph_without_it(pool_server, stock):
     assert pool_server.worker_pids() == pids
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("served", ["sdxl"])
 def test_a_unet(served, pool_server, family_checkpoints):
     """What is in its lists of blocks is compiled; its calls share the batch."""
