@@ -166,7 +166,7 @@ def test_devices_can_be_picked(page):
 
 
 @MADE_UP_GPUS
-def test_devices_that_are_picked_leave_other_computers_alone(page):
+def test_picking_devices_leaves_other_computers_alone(page):
     """A name is text, whatever a workflow has there. The number of GPUs goes: it would contradict the names."""
     add_node(page, "CPConfig")
     page.wait_for_function("() => app.graph.nodes[0].widgets.some(widget => widget.name === 'Choose devices…')")

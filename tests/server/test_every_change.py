@@ -62,7 +62,7 @@ def outcome(server, prompt):
 
 
 @pytest.mark.parametrize(("served", "kind", "when"), CASES)
-def test_of_a_model(served, kind, when, server):
+def test_a_changed_model(served, kind, when, server):
     make = partial(family_prompt, families.served()[served][1], steps=3)
     name = "TestChangedWhileSampling" if when == WHEN[2] else "TestChangedModel"
     changed = {"model_nodes": [(name, {"kind": kind})]}
@@ -87,7 +87,7 @@ def test_of_a_model(served, kind, when, server):
 
 @pytest.mark.parametrize("served", ["flux"])
 @pytest.mark.parametrize("when", WHEN[:2])
-def test_of_the_code_of_weight_patches(served, when, server):
+def test_changed_code_of_weight_patches(served, when, server):
     """It computes on the ranks, and only for models that have some."""
     make = partial(family_prompt, families.served()[served][1], cp=CP, loras=["flux_lora"])
     expected, plain = server.sample(make()), server.sample(make(loras=[]))
@@ -104,7 +104,7 @@ def test_of_the_code_of_weight_patches(served, when, server):
 
 @pytest.mark.parametrize("served", ["flux"])
 @pytest.mark.parametrize("when", WHEN[:2])
-def test_what_a_node_puts_around_the_network(served, when, server):
+def test_a_wrapped_network(served, when, server):
     """It acts in ComfyUI's process, also where this pack puts something of its own there."""
     make = partial(family_prompt, families.served()[served][1])
     changed = {"model_nodes": [("TestChangedApply", {})]}
@@ -122,7 +122,7 @@ def test_what_a_node_puts_around_the_network(served, when, server):
 
 
 @pytest.mark.parametrize(("kind", "when", "mode"), VAE_CASES)
-def test_of_a_vae(kind, when, mode, server):
+def test_a_changed_vae(kind, when, mode, server):
     def make(changed, mode=mode):
         prompt = vae_prompt("kl", "decode", mode, again=True)
         if changed:

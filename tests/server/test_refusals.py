@@ -71,15 +71,6 @@ def test_other_branches_run_beside_bad_settings(off_server):
     assert list(result.outputs) == ["good"]
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"world_size": -1}, {"world_size": 10**9}, {"step_timeout": -5.0}, {"rotate_method": "none"}, {"world_size": "many"}],
-)
-def test_settings_that_the_queue_rejects(settings, off_server):
-    with pytest.raises(PromptRejected):
-        off_server.queue(flux_prompt(cp=settings))
-
-
 INSIDE = {
     "attn1_patch": "patches: attn1_patch",
     "attn1_output_patch": "patches: attn1_output_patch",
@@ -178,7 +169,7 @@ WHOLE_MODELS = {
 
 @pytest.mark.bits("the stock path")
 @pytest.mark.parametrize("name", WHOLE_MODELS)
-def test_what_is_refused_runs_on_a_single_device_when_asked(name, off_server):
+def test_a_single_device_runs_refused_graphs(name, off_server):
     case, words = WHOLE_MODELS[name]
 
     def prompt(case=case, **settings):
@@ -194,13 +185,13 @@ def test_what_is_refused_runs_on_a_single_device_when_asked(name, off_server):
     "kind", ["model_function_wrapper", "diffusion_model_wrapper", "apply_model_wrapper", "post_cfg", "unknown_option"]
 )
 @pytest.mark.parametrize("place", ["model_nodes", "after_apply"])
-def test_what_acts_above_the_denoise_call_works(kind, place, server):
+def test_wrappers_around_the_denoise_call_work(kind, place, server):
     nodes = {place: [("TestPatch", {"kind": kind})]}
     expected = server.sample_once(flux_prompt(**nodes))
     assert_close(server.sample(flux_prompt(cp={"world_size": 2}, **nodes)), expected)
 
 
-def test_controlnet_for_a_family_without_residuals(server):
+def test_a_controlnet_for_a_family_without_residuals(server):
     words = ("a ControlNet gave residuals of kind input and output, and Wan takes none", "Remove the ControlNet")
     server.fails(wan_prompt(control={}, cp={"world_size": 2}), *words)
     expected = server.sample(wan_prompt(control={}))
@@ -221,7 +212,7 @@ def test_uneven_shapes_are_refused_when_ulysses_anything_is_off(server):
 
 @pytest.mark.parametrize("kind", ["alone", "inside", "set", "bytes", "number"])
 @pytest.mark.parametrize("place", ["model_nodes", "after_apply"])
-def test_options_that_no_forward_reads(kind, place, server):
+def test_unread_options_are_ignored(kind, place, server):
     """Stock takes no notice of them either."""
     nodes = {place: [("TestOptions", {"kind": kind, "read": False})]}
     assert_close(server.sample(flux_prompt(cp={"world_size": 2}, **nodes)), server.sample_once(flux_prompt()))
@@ -229,7 +220,7 @@ def test_options_that_no_forward_reads(kind, place, server):
 
 @pytest.mark.parametrize("kind", ["alone", "inside"])
 @pytest.mark.parametrize("place", ["model_nodes", "after_apply"])
-def test_options_that_a_forward_reads_and_no_message_carries(kind, place, server):
+def test_unsendable_options_are_refused_when_read(kind, place, server):
     """A rank finds out. It goes on with the next prompt; and one device computes with them."""
     nodes = {place: [("TestOptions", {"kind": kind, "read": True})]}
     words = ("transformer_options['rope_options']", "which cannot be sent", "on_unsupported")
@@ -242,7 +233,7 @@ def test_options_that_a_forward_reads_and_no_message_carries(kind, place, server
     assert_close(server.sample(flux_prompt(cp=SINGLE, **nodes)), expected)
 
 
-def test_conditions_that_no_message_carries(server):
+def test_unsendable_conditions_are_refused(server):
     """An argument of the forward, which reads it or not: it is refused before the ranks see the call."""
     nodes = {"model_nodes": [("TestPatch", {"kind": "object_argument"})]}
     server.fails(flux_prompt(cp={"world_size": 2}, **nodes), "['own'] is a builtins.object, which cannot be sent", "on_unsupported")

@@ -33,7 +33,7 @@ ADDED_UP = "event, cp_runtime/engine/ranks/collectives.py: self._events[KEPT_EVE
 
 
 @pytest.mark.parametrize("key", CASES, ids="-".join)
-def test_a_card_takes_every_step_and_no_host_waits(key, run_cases):
+def test_sharded_calls_on_cards_make_no_host_wait(key, run_cases):
     mode, *case = key
     options = {"timeout": 1200 if SOAK else 300, "device": "cuda", "backend": "nccl"}
     result = run_cases(mode, "card_ranks.py", 2, *MODES[mode], **options)[tuple(case)]
@@ -47,7 +47,7 @@ def test_a_card_takes_every_step_and_no_host_waits(key, run_cases):
 @pytest.mark.parametrize(
     "key", [(mode, *case) for mode in STAGES for case in (("wan", "vace contexts batch 2"), ("triposplat", "triposplat batch 2"))]
 )
-def test_stages_send_in_an_order_that_one_stream_can_take(key, run_cases):
+def test_stages_send_in_one_order(key, run_cases):
     """NCCL has one per group for messages of two ranks: one that waits for its sender holds back what comes behind it."""
     mode, family, case = key
     stages = STAGES[mode][-1]
@@ -56,7 +56,7 @@ def test_stages_send_in_an_order_that_one_stream_can_take(key, run_cases):
     assert not result["order"]
 
 
-def test_no_host_waits_between_the_layers_of_a_vae_on_rows():
+def test_a_vae_on_rows_makes_no_host_wait():
     (report,) = run_ranks("families/card_rows_ranks.py", 3, timeout=90, device="cuda", backend="nccl")
     assert report["difference"] <= 1e-5
     assert report["waits"] == [[]] * 3
