@@ -36,9 +36,9 @@ TESTS = [
 ]
 # Where `make test` leaves cases out, because others run the same code: `support.faults.SOAK`, and the mark `soak`.
 AT_FULL_LENGTH = [
-    *(f"tests/server/test_{name}.py" for name in ("accelerators", "cards", "compiled", "every_change", "families", "gguf")),
-    *(f"tests/server/test_{name}.py" for name in ("host_memory", "next_comfyui", "nodes", "past_the_forward", "patches")),
-    *(f"tests/server/test_{name}.py" for name in ("quantised", "vae")),
+    *(f"tests/server/test_{name}.py" for name in ("accelerators", "cards", "changed_modules", "compiled", "gguf")),
+    *(f"tests/server/test_{name}.py" for name in ("every_change", "families", "host_memory", "next_comfyui", "nodes")),
+    *(f"tests/server/test_{name}.py" for name in ("past_the_forward", "patches", "quantised", "vae")),
     *(f"tests/ranks/api/test_{name}.py" for name in ("api", "diffusers")),
     *(f"tests/ranks/families/test_{name}.py" for name in ("cards", "compiled", "families", "stages")),
     "tests/ranks/attention/test_attention.py",
