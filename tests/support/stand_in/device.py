@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import threading
 import time
@@ -11,11 +12,12 @@ from typing import Any
 
 import torch
 
-from . import HIDDEN, LINK, Cards, Kind, groups, kernels, memory, pinned, races, tensors, wanted
+from . import HIDDEN, LINK, Cards, Kind, groups, kernels, memory, pinned, tensors, wanted
 
 ONLY_CUDA = {"get_arch_list", "cudart", "_sleep"}
 """What torch_npu does not have."""
 _local = threading.local()
+_numbers = itertools.count(1)  # of streams
 
 
 class Properties:
@@ -34,20 +36,16 @@ class Properties:
 
 
 class Event:
-    """When the program came by, because everything has been done by then; and what a stream had been given."""
+    """When the program came by, because everything has been done by then."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        self.at, self._number = 0.0, races.new_number()
-
-    def __del__(self) -> None:
-        races.told("event_deletion", self._number)
+        self.at = 0.0
 
     def record(self, stream: Stream | None = None) -> None:
         self.at = time.perf_counter()
-        races.told("event_record", self._number, (stream or current_stream()).cuda_stream)
 
     def wait(self, stream: Stream | None = None) -> None:
-        races.told("event_wait", self._number, (stream or current_stream()).cuda_stream)
+        pass
 
     def query(self) -> bool:
         return True
@@ -55,8 +53,6 @@ class Event:
     def synchronize(self) -> None:
         memory.LEDGER.touch(current_device())
         tensors._wait("event")
-        if threading.current_thread() is threading.main_thread():  # another one's program goes on meanwhile
-            races.told("event_synchronization", self._number)
 
     def elapsed_time(self, end: Event) -> float:
         return 1e3 * (end.at - self.at)
@@ -67,13 +63,13 @@ class Stream:
 
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
         self.device = torch.device(memory.LEDGER.type, index(device))
-        self.priority, self.cuda_stream = priority, races.new_number()
+        self.priority, self.cuda_stream = priority, next(_numbers)
 
     def wait_event(self, event: Event) -> None:
-        event.wait(self)
+        pass
 
     def wait_stream(self, stream: Stream) -> None:
-        races.wait_stream(self.cuda_stream, stream.cuda_stream)
+        pass
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event()
@@ -86,7 +82,6 @@ class Stream:
     def synchronize(self) -> None:
         memory.LEDGER.touch(self.device.index)
         tensors._wait("stream")
-        races.told("stream_synchronization", self.cuda_stream)
 
     def __enter__(self) -> Stream:
         _entered().append(self)
@@ -176,7 +171,6 @@ def _properties(device: Any = None) -> Properties:
 def _synchronize(device: Any = None) -> None:
     memory.LEDGER.touch(index(device))
     tensors._wait("synchronize")
-    races.told("device_synchronization")
 
 
 def _open() -> None:
