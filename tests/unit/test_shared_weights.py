@@ -362,3 +362,24 @@ def test_weights_travel_alone_where_nccl_keeps_no_order(monkeypatch, order, vers
         with shared.call():
             model(torch.randn(2, 64))
     assert (max(under_way) == 0) is alone
+
+
+STREAMS = """
+from cp_runtime.engine.ranks.collectives import RankGroup
+from cp_runtime.engine.weights.sharded import ShardedWeights
+
+layers = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3))).to("cuda")
+x = torch.randn(2, 64, device="cuda")
+expected = layers(x)
+shared = ShardedWeights(layers, RankGroup(None), torch.device("cuda", 0), on_host=True)
+for name in shared.blocks:
+    shared.keep(name)
+for _ in range(2):  # the second call fetches ahead
+    with shared.call():
+        assert torch.equal(layers(x), expected)
+"""
+
+
+def test_blocks_of_one_rank_wait_for_what_another_stream_copies(run_on_cards):
+    """Kept on the host: no collective puts the streams in order. Fake devices report races between them."""
+    run_on_cards(STREAMS)

@@ -30,6 +30,7 @@ CASES = {
     "messages under way": """
         import torch.distributed as dist
         from support.stand_in import messages
+        from support.stand_in.races import Race
 
         dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
         other = dist.new_group()
@@ -38,16 +39,20 @@ CASES = {
         whole = torch.zeros(3, dtype=torch.int32, device="cuda")
         work, whole_work = started(), dist.all_reduce(whole, async_op=True)
         assert received.numbers.isnan().all() and (whole.numbers == -1).all()  # somebody who reads it too early finds it out
+        refused(Race, "NCCL's alltoall_base_", lambda: received + 1)
         for each in (work, whole_work):
             each.wait()
         assert (received + whole).tolist() == [1, 1, 1]
         for written, words in ((sent, "was being sent"), (received, "was to arrive")):
             work = started()
             written.numbers[1] = 5
-            refused(RuntimeError, words, work.wait)
+            refused(Race, words, work.wait)
+        work = started()
+        refused(Race, "NCCL's alltoall_base_", lambda: sent.add_(1))
+        del work
 
         launches = [(launch.group, launch.operation, launch.nbytes) for launch in messages.log]
-        assert launches == [("0", "alltoall_base_", 12), ("0", "allreduce_", 12), *[("0", "alltoall_base_", 12)] * 2]
+        assert launches == [("0", "alltoall_base_", 12), ("0", "allreduce_", 12), *[("0", "alltoall_base_", 12)] * 3]
         a, b = (messages.Launch(name, (0, 1), "allreduce_", 8) for name in "ab")
         agrees = messages.disagreement
         assert not agrees([[a, b, a], [a, b, a]])
@@ -60,6 +65,66 @@ CASES = {
         assert not agrees([[to(1), of(2)], [of(0), to(2)], [of(1), to(0)]])
         assert "from 0 to 1" in agrees([[of(1), to(1)], [of(0), to(0)]])
         assert "message 1 of group a from 0 to 1: on one" in agrees([[to(1), to(1)], [of(0)]])
+    """,
+    "races between streams": """
+        import threading
+
+        from support.stand_in.races import Race
+
+        main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+
+        def beside(act):
+            with torch.cuda.stream(side):
+                return act()
+
+        def both(first, second):
+            side.wait_stream(main)
+            beside(first)
+            second()
+
+        def fresh():
+            side.wait_stream(main)
+            main.wait_stream(side)
+            return card + 1
+
+        one = fresh()
+        refused(Race, "one = fresh()", lambda: beside(lambda: one * 2))  # it may not be there yet: names the other place
+        one, host = fresh(), torch.zeros(card.shape).pin_memory()
+        refused(Race, "aten.copy_.default", lambda: both(lambda: host.copy_(one, non_blocking=True), lambda: one.add_(1)))
+        one = fresh()
+        refused(Race, "aten.copy_.default", lambda: both(lambda: one.copy_(host, non_blocking=True), lambda: one * 2))
+        one = fresh()
+        both(lambda: one[0] * 2, lambda: one[1].add_(1))  # other bytes of the same memory
+        refused(Race, "aten.mul.Tensor", lambda: both(lambda: one[0] * 2, lambda: one.add_(1)))
+        one = fresh()
+        refused(Race, "aten.add_.Tensor", lambda: both(lambda: one.add_(1), lambda: one * 2))
+
+        for order in (
+            lambda: main.wait_stream(side), side.synchronize, torch.cuda.synchronize, lambda: side.record_event().wait(main),
+            lambda: side.record_event().synchronize(), lambda: beside(lambda: one.sum().item()),
+        ):
+            one = fresh()
+            both(lambda: one.add_(1), order)
+            one * 2
+
+        one = fresh()
+        side.wait_stream(main)
+        waiter = threading.Thread(target=beside(lambda: (one.add_(1), side.record_event())[1]).synchronize)
+        waiter.start()  # nothing tells the program that it is done
+        waiter.join()
+        refused(Race, "aten.add_.Tensor", lambda: one * 2)
+
+        one = fresh()
+        side.wait_stream(main)
+        beside(lambda: one * 2)
+        del one
+        refused(Race, "what gets the freed memory", lambda: card + 1)
+        one = fresh()
+        side.wait_stream(main)
+        beside(lambda: (one * 2, one.record_stream(side)))
+        del one
+        card + 1
+        (fresh().to("cuda:1", non_blocking=True) + 1).to("cuda:0") + 1  # a copy waits for both
     """,
 }
 

@@ -7,8 +7,8 @@ refused: operands on two devices, more memory than it has (`memory.py`), a tenso
 (`groups.py`), kernels that it is too old for (`kernels.py`). What would make the host wait is noted with its place in the code.
 The functions of `torch.cuda` answer for such a card (`device.py`), and its attention kernels return what torch's do.
 
-It computes in the order of the program: what streams do beside each other is not seen. What is read before it was received is NaN
-(`messages.py`). What kernels compute is not seen, nor any time.
+It computes in the order of the program. What could go wrong on a card because streams run beside each other is found by torch's
+sanitizer (`races.py`), what is read before it was received is NaN (`messages.py`). What kernels compute is not seen, nor any time.
 
 In one process `use(cards())`; for a server and its ranks the environment that `environment()` returns, with this folder's
 neighbour `detection` on PYTHONPATH.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import os
 import threading
 import time
@@ -12,12 +11,11 @@ from typing import Any
 
 import torch
 
-from . import HIDDEN, LINK, Cards, Kind, groups, kernels, memory, pinned, tensors, wanted
+from . import HIDDEN, LINK, Cards, Kind, groups, kernels, memory, pinned, races, tensors, wanted
 
 ONLY_CUDA = {"get_arch_list", "cudart", "_sleep"}
 """What torch_npu does not have."""
 _local = threading.local()
-_numbers = itertools.count(1)  # of streams
 
 
 class Properties:
@@ -36,16 +34,20 @@ class Properties:
 
 
 class Event:
-    """When the program came by, because everything has been done by then."""
+    """When the program came by, because everything has been done by then; and what a stream had been given."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        self.at = 0.0
+        self.at, self._number = 0.0, races.new_number()
+
+    def __del__(self) -> None:
+        races.told("event_deletion", self._number)
 
     def record(self, stream: Stream | None = None) -> None:
         self.at = time.perf_counter()
+        races.told("event_record", self._number, (stream or current_stream()).cuda_stream)
 
     def wait(self, stream: Stream | None = None) -> None:
-        pass
+        races.told("event_wait", self._number, (stream or current_stream()).cuda_stream)
 
     def query(self) -> bool:
         return True
@@ -53,6 +55,8 @@ class Event:
     def synchronize(self) -> None:
         memory.LEDGER.touch(current_device())
         tensors._wait("event")
+        if threading.current_thread() is threading.main_thread():  # another one's program goes on meanwhile
+            races.told("event_synchronization", self._number)
 
     def elapsed_time(self, end: Event) -> float:
         return 1e3 * (end.at - self.at)
@@ -63,13 +67,13 @@ class Stream:
 
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
         self.device = torch.device(memory.LEDGER.type, index(device))
-        self.priority, self.cuda_stream = priority, next(_numbers)
+        self.priority, self.cuda_stream = priority, races.new_number()
 
     def wait_event(self, event: Event) -> None:
-        pass
+        event.wait(self)
 
     def wait_stream(self, stream: Stream) -> None:
-        pass
+        races.wait_stream(self.cuda_stream, stream.cuda_stream)
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event()
@@ -82,6 +86,7 @@ class Stream:
     def synchronize(self) -> None:
         memory.LEDGER.touch(self.device.index)
         tensors._wait("stream")
+        races.told("stream_synchronization", self.cuda_stream)
 
     def __enter__(self) -> Stream:
         _entered().append(self)
@@ -171,6 +176,7 @@ def _properties(device: Any = None) -> Properties:
 def _synchronize(device: Any = None) -> None:
     memory.LEDGER.touch(index(device))
     tensors._wait("synchronize")
+    races.told("device_synchronization")
 
 
 def _open() -> None:

@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import Cards
+from . import Cards, races
 
 MAX_CARDS, MAX_PROCESSES = 8, 64
 COLUMNS = 1 + 4 * MAX_CARDS
@@ -102,7 +102,9 @@ class Ledger:
 
     def lend(self, tensor: Tensor, card: int) -> None:
         """Have a tensor hold nothing, since its memory is counted where it was mapped."""
-        self.storages[tensor.untyped_storage()._cdata, card] = Held(0)
+        storage = tensor.untyped_storage()
+        stream = self.module.current_stream(card).cuda_stream
+        self.storages[storage._cdata, card] = Held(0, storage.data_ptr(), stream)
 
     def allocated(self, card: int) -> int:
         """Bytes that tensors of this process hold."""
@@ -198,10 +200,13 @@ class Ledger:
 
 @dataclass
 class Held:
-    """Memory of a card, and how many tensors have it."""
+    """Memory of a card: how many tensors have it, where it is, the stream it was made for and those it was told of."""
 
     nbytes: int
+    address: int
+    stream: int
     tensors: int = 0
+    recorded: set[int] = field(default_factory=set)
 
 
 class Hold:
@@ -217,7 +222,8 @@ class Hold:
         if held is None:
             LEDGER.fits(card, storage.nbytes())
             LEDGER.note(card, storage.nbytes())
-            held = LEDGER.storages[self._key] = Held(storage.nbytes())
+            held = Held(storage.nbytes(), storage.data_ptr(), LEDGER.module.current_stream(card).cuda_stream)
+            LEDGER.storages[self._key] = held
         held.tensors += 1
         self.held = held
 
@@ -229,6 +235,10 @@ class Hold:
         if not self.held.tensors:
             del LEDGER.storages[self._key]
             LEDGER.note(self._card, -self.held.nbytes)
+            if self.held.nbytes:
+                races.freed(self.held.address, self.held.stream, self.held.recorded)
+            else:
+                races.forget(self.held.address)
 
 
 def start(cards: Cards) -> None:

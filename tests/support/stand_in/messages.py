@@ -1,7 +1,7 @@
 """Messages of NCCL: under way until somebody waits for them, and in one order on all ranks.
 
 What is received holds `NOT_THERE` until then, which is NaN in every floating-point type; what is sent has to be the same then as it
-was.
+was. Every group has a stream, on which its messages run behind what was given to the stream of the caller.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from . import memory
-from .calls import flat, place
+from . import memory, races
 
 NOT_THERE = 0xFF  # in every byte
 EVEN = {"allreduce_", "broadcast_", "_allgather_base_", "_reduce_scatter_base_", "reduce_"}
@@ -60,6 +59,7 @@ log: list[Launch] = []
 """Of this rank, in the order of its program."""
 files: Path | None = None
 """Where it is written, too, with the number of the process behind the name: that of the ledger."""
+_streams: dict[str, int] = {}
 _under_way: weakref.WeakSet[Work] = weakref.WeakSet()
 _local = threading.local()
 
@@ -83,14 +83,14 @@ class _Message:
 class Work(dist.Work):
     """Messages under way."""
 
-    def __init__(self, inner: Any, sent: list[_Message], received: list[_Message], launch: Launch) -> None:
+    def __init__(self, inner: Any, sent: list[_Message], received: list[_Message], launch: Launch, stream: int) -> None:
         super().__init__()
-        self._inner, self._sent, self._received, self.launch = inner, sent, received, launch
-        self._place = place()
+        self._inner, self._sent, self._received, self.launch, self._stream = inner, sent, received, launch, stream
+        self._place = races.place()
         _under_way.add(self)
 
     def wait(self, timeout: Any = None) -> bool:
-        """Hold the host until they have arrived, because gloo does."""
+        """Hold the current stream until they have arrived, and the host, because gloo does."""
         if self._inner is not None:
             self._inner.wait() if timeout is None else self._inner.wait(timeout)
             self._inner = None  # it keeps their memory
@@ -104,21 +104,26 @@ class Work(dist.Work):
                     raise self._error("where it was to arrive was written to before its wait")
                 message.numbers.copy_(_as_bytes(message.stand_in))
         self._sent, self._received = [], []
+        races.wait_stream(memory.LEDGER.module.current_stream().cuda_stream, self._stream)
         return True
 
     def is_completed(self) -> bool:
         return self._inner is None or bool(self._inner.is_completed())
 
-    def _error(self, what: str) -> RuntimeError:
-        return RuntimeError(f"{self.launch.operation} of group {self.launch.group}: {what}. Launched at\n{self._place}")
+    def _error(self, what: str) -> races.Race:
+        return races.Race(
+            f"{self.launch.operation} of group {self.launch.group}: {what}. Launched at\n{''.join(reversed(self._place.format()))}"
+        )
 
 
 def launch(func: Any, args: Any, kwargs: Any, group: Any) -> Any:
     """Begin to send and receive. Returns what torch's operation returns."""
     name = func._schema.name.partition("::")[2]
     sends, receives = _sides(name, args, group)
+    stream = _streams.setdefault(group.group_name, races.new_number())
+    caller = memory.LEDGER.module.current_stream().cuda_stream
     with (
-        one(group, name, sum(tensor.nbytes for tensor in flat(args[0])), args[2] if name in PAIR else None) as noted,
+        one(group, name, sum(tensor.nbytes for tensor in races.flat(args[0])), args[2] if name in PAIR else None) as noted,
         _disable_current_modes(),
         torch.inference_mode(False),
     ):
@@ -132,9 +137,11 @@ def launch(func: Any, args: Any, kwargs: Any, group: Any) -> Any:
         dist.Work.unbox(inner),
         [_Message(tensor, stand_ins[id(tensor)]) for tensor in sends if id(tensor) not in overwritten],
         [_Message(tensor, stand_ins[id(tensor)]) for tensor in receives],
-        noted,
-    )
+        noted, stream,
+    )  # fmt: skip
     _local.last = work  # until torch has handed it to the caller
+    races.wait_stream(stream, caller)
+    races.touch(stream, f"NCCL's {name}", [t.numbers for t in sends], [t.numbers for t in receives])
     return work.boxed() if isinstance(out, torch.ScriptObject) else (args[0], work.boxed())
 
 
@@ -170,7 +177,7 @@ def one(group: Any, operation: str, nbytes: int = 0, peer: int | None = None) ->
 
 def _sides(name: str, args: Any, group: Any) -> tuple[list[Any], list[Any]]:
     """What an operation sends and receives."""
-    first, second = list(flat(args[0])), list(flat(args[1]))
+    first, second = list(races.flat(args[0])), list(races.flat(args[1]))
     if name in ("send", "recv_"):
         return (first, []) if name == "send" else ([], first)
     if name in ROOTED:

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import groups, kernels, memory, pinned
-from .calls import callers, flat
+from . import groups, kernels, memory, pinned, races
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -45,6 +44,7 @@ EMPTY = {aten.empty.memory_format, aten.empty_strided.default, aten.zeros.defaul
 
 waits: Counter[str] = Counter()
 """What made the host wait for a card, and where: `item, folder/file.py: the line`."""
+_local = threading.local()
 _raises = False
 _stock_is_pinned: Any = Tensor.is_pinned
 
@@ -116,7 +116,8 @@ class OnCard(Tensor, metaclass=_Kind):
         return self.cpu().tolist()
 
     def record_stream(self, stream: Any) -> None:
-        pass
+        if self._hold.held is not None:
+            self._hold.held.recorded.add(stream.cuda_stream)
 
 
 @functools.cache
@@ -245,7 +246,7 @@ def _foreign(types: Any) -> bool:
 
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
-    leaves = list(flat((args, kwargs)))
+    leaves = list(races.flat((args, kwargs)))
     theirs = [leaf for leaf in leaves if isinstance(leaf, OnCard)]
     if func.namespace == "c10d":
         out = groups.run(func, args, kwargs, leaves)
@@ -266,12 +267,13 @@ def _on_card(func: Any, args: Any, kwargs: Any, leaves: list[Tensor], theirs: li
     if func is aten._has_compatible_shallow_copy_type.default:
         return True  # see `put_data`
     card = theirs[0].device.index if theirs else 0
-    kind = memory.LEDGER.type
+    kind, current_stream = memory.LEDGER.type, memory.LEDGER.module.current_stream
     if device is not None and device.type == kind:
         card = memory.LEDGER.module.current_device() if device.index is None else device.index
         if card >= len(kernels.kinds):
             raise RuntimeError(f"{kind.upper()} error: invalid device ordinal: {card} of {len(kernels.kinds)}")
     to_card = bool(theirs) if device is None else device.type == kind
+    _local.waited = False
     if func in COPIES:
         to_card = _copied(func, args, kwargs, to_card)
     elif func.namespace in ("aten", "prims"):
@@ -323,13 +325,18 @@ def _on_card(func: Any, args: Any, kwargs: Any, leaves: list[Tensor], theirs: li
         return OnCard(value, card)
 
     results = _mapped(out, result)
-    made = [tensor for tensor in flat(results) if isinstance(tensor, OnCard)]
+    made = [tensor for tensor in races.flat(results) if isinstance(tensor, OnCard)]
     if (
         kind == "xpu"
         and any(tensor.dtype == torch.float64 for tensor in made)
         and not all(t.dtype == torch.float64 for t in theirs)
     ):
         raise RuntimeError("Required aspect fp64 is not supported on the device")  # of Arc
+    cards = dict.fromkeys(tensor.device.index for tensor in (*theirs, *made))
+    if streams := [current_stream(each).cuda_stream for each in cards]:
+        races.kernel(func, args, kwargs, [tensor.numbers for tensor in made], streams)
+        if _local.waited:
+            races.told("stream_synchronization", streams[0])
     return results
 
 
@@ -370,7 +377,7 @@ def _check_devices(func: Any, args: Any, leaves: list[Tensor], theirs: list[OnCa
     """Raise as a card does where operands are on two devices; note what makes the host wait for a result."""
     if func not in INDEXED and func not in WAITED and len({leaf.device for leaf in leaves}) == 1:
         return
-    indices: list[Any] = list(flat(args[1])) if func in INDEXED else []
+    indices: list[Any] = list(races.flat(args[1])) if func in INDEXED else []
     if theirs and (func in WAITED or any(index.dtype in (torch.bool, torch.uint8) for index in indices)):
         _wait(func.overloadpacket.__name__)
     if any(index.ndim and not isinstance(index, OnCard) for index in indices):
@@ -396,9 +403,10 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
 
 def _wait(what: str) -> None:
     """Note that the host waits, which an operation does when it has been given to the card."""
+    _local.waited = True
     if _raises:
         raise RuntimeError(f"called a synchronizing {memory.LEDGER.type.upper()} operation: {what}")
-    place = next(callers(), None)
+    place = next(races.callers(), None)
     if place is not None:
         name, line = place.f_code.co_filename, place.f_lineno
         waits[f"{what}, {name.removeprefix(ROOT)}: {linecache.getline(name, line).strip()}"] += 1
