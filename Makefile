@@ -8,7 +8,7 @@ SETUP = assignments=$$("$(PYTHON)" .ci/setup.py --print) && eval "$$assignments"
 # `python -m pytest` would put the checkout on sys.path, where the folder nodes/ hides ComfyUI's nodes.py.
 PYTEST = "$$CP_PYTHON" -c 'import sys; sys.path[:] = filter(None, sys.path); import pytest; sys.exit(pytest.main())'
 
-.PHONY: help setup test test-quick demo play train-demo pictures bench gpu-check soak machines windows coverage registry plan definitions lint lint-ruff lint-format lint-mypy lint-codespell
+.PHONY: help setup test test-quick demo play train-demo pictures bench gpu-check soak machines windows coverage registry definitions lint lint-ruff lint-format lint-mypy lint-codespell
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1 - \2/p' Makefile
@@ -32,7 +32,7 @@ train-demo: ## train the model that draws digits anew, from nothing (46 minutes 
 	@$(SETUP) && "$$CP_PYTHON" benchmarks/digits/train.py $(TRAIN_ARGS)
 
 pictures: ## take every picture of documents, help and templates anew, and the README's clip (10 minutes on two idle cores)
-	@$(SETUP) && CP_SCREENSHOTS=1 $(PYTEST) tests/browser && "$$CP_PYTHON" tests/browser/clip.py
+	@$(SETUP) && CP_SCREENSHOTS=1 $(PYTEST) tests/browser && for part in cards graphs clip; do "$$CP_PYTHON" .ci/pictures/$$part.py || exit; done
 
 bench: ## run every benchmark and say which ratios moved since they were recorded (three quarters of an hour; BENCH_ARGS=--quick for less, --record to keep them)
 	@$(SETUP) && "$$CP_PYTHON" benchmarks/recorded.py $(BENCH_ARGS)
@@ -54,9 +54,6 @@ coverage: ## which of ComfyUI's templates run, into docs/generated/coverage.md; 
 
 registry: ## write docs/generated/families.md from the plan tables and their tests
 	@$(SETUP) && "$$CP_PYTHON" .ci/registry.py
-
-plan: ## draft the table of a new model family from calls of a tiny model, MODEL=class [CASE=file]
-	@$(SETUP) && "$$CP_PYTHON" .ci/plan.py $(MODEL) $(if $(CASE),--case $(CASE))
 
 definitions: ## store what saved workflows need of the nodes, for a release
 	@$(SETUP) && "$$CP_PYTHON" .ci/definitions.py

@@ -45,18 +45,16 @@ class Job:
         paths: what pytest runs, files or folders. A file belongs to the job that names it, else to the one that names its folder.
         options: for pytest.
         command: another command than pytest.
-        environment: more variables. Such a job runs once more what others run.
     """
 
     name: str
     paths: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
     command: tuple[str, ...] = ()
-    environment: tuple[tuple[str, str], ...] = ()
 
     def arguments(self, others: Iterable[Job]) -> list[str]:
         """What the interpreter gets to run pytest, without files that other jobs name."""
-        paths = [path for job in others if not job.environment for path in job.paths]
+        paths = [path for job in others for path in job.paths]
         inside = [path for path in paths if any(path.startswith(f"{mine}/") for mine in self.paths)]
         return [PYTEST, *self.paths, *(f"--ignore={path}" for path in inside), *self.options]
 
@@ -69,9 +67,10 @@ LINT = Job(name="lint", command=("make", "-k", "lint"))
 # The longest first. Few: every job has a session of pytest, checkpoints, servers and a copy that ranks are forked from.
 JOBS = (
     Job(name="ranks", paths=("tests/ranks",)),
-    Job(name="faults", paths=("tests/faults",)),
     Job(name="server", paths=("tests/server",)),
-    Job(name="pool", paths=files("server", "compiled", "lifecycle", "status", "weights", "vae_life")),
+    Job(name="faults", paths=("tests/faults",)),
+    Job(name="pool", paths=files("server", "compiled", "hosts", "lifecycle", "pipefusion", "status", "vae_life", "weights")),
+    Job(name="cards", paths=files("server", "accelerators", "alone", "cards", "dynamic_vram", "gguf", "hidden_cards")),
     Job(name="browser", paths=("tests/browser",)),
     Job(name="owners", paths=files("faults", "beyond", "leaks", "neighbours", "parent", "pool")),
     Job(
@@ -81,16 +80,6 @@ JOBS = (
             *("nodes", "conditioning_nodes", "template_nodes", "template_videos", "template_files"),
             *("families", "workflows", "blueprint"),
         ),
-    ),
-    Job(
-        name="bits",
-        paths=(
-            *files("unit", "shared_weights"),
-            *files("ranks/weights", "quantised", "staged_weights"),
-            *files("ranks/families", "stages", "patches"),
-        ),
-        options=("-m", "bits", "-k", "not another_stream"),
-        environment=tuple(preloaded.ANOTHER_PROCESSOR.items()),
     ),
     Job(name="tables", paths=("tests/families", "tests/gpu", "tests/machines", "tests/windows", "tests/wine")),
     Job(name="unit", paths=("tests/unit",)),
@@ -188,7 +177,7 @@ def run(jobs: tuple[Job, ...], lanes: int, environment: dict[str, str]) -> list[
 def run_job(job: Job, others: list[Job], environment: dict[str, str], running: list[preloaded.Process]) -> Outcome:
     """Run one job, and show its progress: pytest's lines of dots, one per file."""
     began = time.monotonic()
-    env = {**os.environ, **environment, **dict(job.environment)}
+    env = {**os.environ, **environment}
     printed, output = os.pipe()
     with open(os.devnull, "rb") as nothing, os.fdopen(output, "wb"):
         process: preloaded.Process

@@ -20,6 +20,7 @@ from forecast import HOSTS, LINKS, MODELS, Forecast, Model, best, operations, ra
 from prediction import Way, predict
 
 DEVICES = (2, 4, 8, 16, 64)
+IN_TABLES = DEVICES[:3]
 SHOWN = {
     "nvlink": "#2563eb", "pcie5": "#059669", "pcie4": "#d97706", "pcie3x8": "#dc2626", "100gbit": "#7c3aed", "25gbit": "#6b7280",
 }  # fmt: skip
@@ -32,40 +33,35 @@ ONLY_PUBLISHED = {"step": Model("StepVideo 30B", 30e9, 48, 48, 128, 75888)}
 TEXT = """# Scaling, predicted
 
 **The cost model predicts everything here; only published figures were measured, by others.** `python benchmarks/scaling.py` writes
-this page. For your own model, size and link, in a clone:
+this page. For another model, size or link, in a clone (`--seconds` gives the time of a step on one of your devices):
 
     python benchmarks/forecast.py --model wan14b --tokens 75600 --devices 4 --link pcie4
 
-`--seconds` gives the time of a step on one of your devices. The formula is `benchmarks/prediction.py` over
-[`cost.py`](../../cp_runtime/engine/cost.py), by which CP Config chooses degrees, with the speeds that the ranks measure. For the
-number of ranks it goes by measured calls.
+The formula is `benchmarks/prediction.py` over [`cost.py`](../../cp_runtime/engine/cost.py), by which CP Config chooses degrees. The
+number of ranks is measured, not predicted.
 
 ## Times as fast as one device
 
 ![Predicted speed-up over the number of devices, one plot per model](../images/scaling.svg)
 
-Each cell has the fastest of what CP Config chooses from: all of that many devices, those of one machine, or one. C groups for CFG,
-U Ulysses, R ring; 1.00 without a split if one device is fastest. Beside each link: seconds of a step on one device. Assumptions:
+Each cell has the speed-up and its split: C groups for CFG, U Ulysses, R ring; the plot goes on to 64 devices. Beside each link:
+seconds of a step on one device. Assumptions:
 
 {links}
 
-No step is faster than the host launches its kernels: {host:.2g} ms for each layer in eager mode, as beside an H200
-([gpu.md](../gpu.md)), whose step of Flux the operations per second of H100 and H200 give, too, and {compiled:.2g} ms for compiled
-blocks (`forecast.py --compiled`).
+The host needs {host:.2g} ms to launch a layer's kernels in eager mode, as beside an H200 ([gpu.md](../gpu.md)), and
+{compiled:.2g} ms for compiled blocks (`forecast.py --compiled`): no step is faster.
 
 Not modelled: text encoders and VAEs, links that several devices share, unequal devices, and one sequence over a fast axis inside
-machines and a slow one between them. CFG halves stay each on one machine. A device holds the whole model, or its part of the
-weights arrives in time.
+machines and a slow one between them. A device has room for the model, or its part of the weights arrives in time.
 
 """
 
 AFTER = """## The model against published runs
 
 The first time of each run fits the operations per second of its device; the link follows from the machine's name
-(`benchmarks/published.json`), and the other times must follow. Each entry has the split, published/predicted time, and the error:
-**bold** above {bound:.0%}, with a note on what the model lacks (`tests/unit/test_scaling.py`). The time of the host was fitted to
-xDiT's two runs of Flux on H100, with two numbers each. Times are in the sources' units: seconds of a run or a step, or
-milliseconds.
+(`benchmarks/published.json`), and the other times must follow. Each entry has the split, published/predicted time in the source's
+unit, and the error: **bold** above {bound:.0%}, with a note. The time of the host was fitted to xDiT's two runs of Flux on H100.
 
 | Run | Source | Times | Median, worst error |
 |---|---|---|---|
@@ -182,16 +178,16 @@ def table() -> str:
     lines = []
     for model in MODELS.values():
         work = work_of(model)
-        lines += [f"### {model.name}", "", f"{model.tokens} tokens.", ""]
-        lines += [f"| Link, step | {' | '.join(map(str, DEVICES))} |", f"{'|---' * (len(DEVICES) + 1)}|"]
-        rows: dict[str, list[str]] = {}  # links by their cells: equal ones share a row
-        for name in SHOWN:
-            link = LINKS[name]
+        lines += [f"### {model.name}, {model.tokens} tokens", ""]
+        lines += [f"| Link, step | {' | '.join(map(str, IN_TABLES))} |", f"{'|---' * (len(IN_TABLES) + 1)}|"]
+        for link in (LINKS[name] for name in SHOWN):
+            if link.between is not None:  # so few devices are in one machine
+                continue
             alone = operations(work) / link.flops
-            fastest = [best(model, devices, link, alone) for devices in DEVICES]
+            fastest = [best(model, devices, link, alone) for devices in IN_TABLES]
             cells = [f"{found.speedup:.2f} {short(split_of(found))}".rstrip() for found in fastest]
-            rows.setdefault(f"{alone:.3g} | {' | '.join(cells)}", []).append(link.name.partition(" (")[0])
-        lines += [f"| {' or '.join(names)}, {cells} |" for cells, names in rows.items()] + [""]
+            lines.append(f"| {link.name.partition(' (')[0]}, {alone:.3g} | {' | '.join(cells)} |")
+        lines.append("")
     return "\n".join(lines) + "\n"
 
 

@@ -148,6 +148,6 @@ def server(comfyui_path: Path, checkpoints_dir: Path) -> Iterator[ComfyServer]:
     if cards is not None:
         ledger = checkpoints_dir / "cards"
         options = {"cpu": False, "args": stand_in.FLOAT32, "env": stand_in.environment(replace(cards, ledger=ledger))}
-    nodes = CUSTOM_NODES | GGUF_NODES | WAN_NODES
+    nodes = CUSTOM_NODES | GGUF_NODES | WAN_NODES | {"digits": CHECKOUT / "benchmarks" / "digits"}
     with ComfyServer(comfyui_path, models=checkpoints_dir, custom_nodes=nodes, **options) as running:
         yield running

@@ -43,7 +43,7 @@ class Controller:
         workers: None before the first use. Another thread may replace it, so read it once per use.
         times: of calls and starts, also those of earlier processes.
         journal: outlives the workers.
-        preferences: for graphs without a CP Config.
+        preferences: for graphs without settings.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class Controller:
         Returns the seconds that belong to no call of the run.
         """
         journal, workers = self.journal, self.workers
-        if journal.run.calls < 2 or workers is None:  # the first call warms up
+        if journal.run.begun < 2 or workers is None:  # the first call warms up
             return 0.0
         if record.at_work == 1:
             journal.measured()

@@ -18,7 +18,7 @@ from ..cache import CacheFile
 from ..errors import ContextParallelError
 from ..pool.protocol import decode
 from ..timing.times import Times
-from .run_stats import CallRecord, Node, RunStats, Speed
+from .run_stats import CallRecord, Node, RunResult, RunStats
 
 log = logging.getLogger("context_parallel")
 
@@ -37,6 +37,11 @@ class Failure:
     rank: int | None  # rank that caused it, or None
     device: str | None  # of that rank
     node: Node | None  # node that failed; None = no node waited
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """The error for the status."""
+        return {**vars(self), "node": self.node and {"id": self.node.node_id, "type": self.node.kind}}
 
 
 def public_message(error: BaseException) -> str:
@@ -68,23 +73,23 @@ class Journal:
         self._taken: dict[str, float] = {}  # seconds of all runs that ended well, by kind
 
     def end_run(self, steps: int = 0) -> None:
-        """Record that the run has ended well, after `steps` steps. If it ran on one device, others can be compared with it."""
+        """Record the success of the run, of `steps` steps. Later runs are compared with one on one device."""
         run = self.run
         run.finish(steps)
         if run.kind is not None:
             self._taken[run.kind] = self._taken.get(run.kind, 0.0) + run.taken
-            if run.last is None and run.per_call:
-                self._times.add(run.kind, run.machine, run.per_call)
+            if run.result.last is None and run.result.per_call:
+                self._times.add(run.kind, run.machine, run.result.per_call)
         self._times.save()
         self.run_succeeded()
 
     def run_succeeded(self) -> None:
-        """Record that a run, of a model or of a VAE, has ended well: an earlier error is over."""
+        """Record the success of a run, of a model or of a VAE: an earlier error is over."""
         self.last_error = None
         self.changed.set()
 
     def fail(self, error: BaseException, node: Node | None, devices: Sequence[str] = ()) -> Failure:
-        """Record that a run failed, or was refused before it reached the workers. `devices`: of the ranks."""
+        """Record the failure of a run, or its refusal before it reached the workers. `devices`: of the ranks."""
         rank = getattr(error, "rank", None)
         device = devices[rank] if rank is not None and rank < len(devices) else None
         self.last_error = Failure(time.time(), public_message(error), rank, device, node)
@@ -93,7 +98,7 @@ class Journal:
         return self.last_error
 
     def pass_through(self, node: Node | None) -> None:
-        """Record that a node passes its model through, because this machine has no devices to share it out to."""
+        """Record a node that passes its model through: this machine has one device."""
         self.node = node
         self.changed.set()
 
@@ -114,58 +119,47 @@ class Journal:
         self.changed.set()
 
     def forget(self) -> None:
-        """Forget the measurements on one device of runs like this one: one that was asked for begins anew."""
+        """Forget the measurements on one device of runs like this one, for a requested one."""
         if self.run.kind is not None:
             for who in (self.run.machine, self.run.one_rank):
                 self._times.forget(self.run.kind, who)
 
     def cancel_measuring(self) -> None:
-        """Measure no call, neither in the next run nor in this one, where one may be in progress."""
+        """Measure no call, in this run or the next one."""
         self.measuring = False
         self.changed.set()
 
     def measured(self, obstacle: str = "", difference: float | None = None) -> None:
-        """Record that a call ran on one device, by choice, or was repeated there. `obstacle`: why it could not, of OBSTACLES;
-        `difference`: of the result from that on the ranks."""
+        """Record a call on one device, by choice or as a repetition, or the obstacle to it. `obstacle`: key of its text, of
+        "obstacle"; `difference`: see `RunResult`."""
+        self.measuring, self._obstacle = False, (self.run.kind, obstacle)
         if difference is not None and math.isfinite(difference):  # the status is JSON, which has no other numbers
-            self.run.difference = difference
+            self.run.note(difference=difference)
         elif difference is not None:
             log.warning("the result of the measured call differs by %s from that on one device", difference)
-        self.measuring, self._obstacle = False, (self.run.kind, obstacle)
 
     def is_worth_measuring(self, record: CallRecord) -> bool:
         """Return whether to repeat this call on one device unrequested: the first time for this model, size and device, if that
         takes a small part of the time of such runs in this process."""
-        run, speed = self.run, self.speed
-        if speed is None or speed.alone or speed.obstacle or run.kind is None:
+        run, result = self.run, self.result
+        if result is None or result.alone or result.obstacle or run.kind is None:
             return False
         return record.seconds * record.at_work <= SMALL * (self._taken.get(run.kind, 0.0) + run.taken)
 
     @property
-    def alone(self) -> tuple[float, ...]:
-        """Seconds of calls of this kind on one device, in runs there and on one rank: all measurements."""
-        run = self.run
-        return () if run.kind is None else self._times.of(run.kind, run.machine) + self._times.of(run.kind, run.one_rank)
-
-    @property
-    def speed(self) -> Speed | None:
-        """Speed of the run; None before the end of its first call."""
-        run, last = self.run, self.run.last
-        if not run.done and last is None:
+    def result(self) -> RunResult | None:
+        """Result of the run so far, with its comparison with one device; None before the end of its first call."""
+        run, result = self.run, self.run.result
+        if not result.calls and result.last is None:
             return None
         kind, obstacle = self._obstacle
-        return Speed(
-            ranks=1 if last is None else last.at_work,
-            per_call=run.per_call,
-            alone=self.alone,
+        there, on_one_rank = (self._times.of(run.kind, who) if run.kind else () for who in (run.machine, run.one_rank))
+        return replace(
+            result,
+            alone=there + on_one_rank,
             obstacle=obstacle if kind == run.kind else "",
-            unit=run.unit,
-            steps=run.steps,
-            calls=run.done,
-            limit=run.limit,
-            patched=run.patched,
             # A device that ran by itself, without ranks, fetched nothing.
-            fetched=last is not None and last.fetched and not (run.kind and self._times.of(run.kind, run.machine)),
+            fetched=result.last is not None and result.last.fetched and not there,
         )
 
 
@@ -173,7 +167,7 @@ class Journal:
 class Preferences:
     """The user's preferences."""
 
-    devices: str = ""  # as in CP Config; empty = all
+    devices: str = ""  # as in the settings; empty = all
     measure: bool = True  # compare long runs with one device unrequested
 
 

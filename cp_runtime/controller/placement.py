@@ -41,7 +41,7 @@ class Demand(NamedTuple):
 
 def held_parts(choice: Choice, held: int, whole: int, unit: str, ranks: int) -> dict[str, str]:
     """Return the parts of the words about a model's weights: `case`, the key of its text, of "held", and the numbers as
-    text. `held`: bytes on the device of one rank; `whole`: of all weights; `unit`: of `run_stats.UNITS`."""
+    text. `held`: bytes on the device of one rank; `whole`: of all weights; `unit`: see `run_stats.unit_of`."""
     case = "shared" if unit == "process" and choice.placement == WHOLE else "some" if choice.most else choice.placement
     held_gb, whole_gb = (f"{each / GB:.0f}" if each >= 10 * GB else f"{each / GB:.2g}" for each in (held, whole))
     return {"case": case, "held": held_gb, "whole": whole_gb, "unit": unit, "count": str(choice.most), "all": str(ranks)}
@@ -94,9 +94,7 @@ def choose(
     if config.pipeline is not None:
         stages = config.pipeline.stages
         held = demand.on_device(STAGED, ranks, stages) / GB
-        return Choice(
-            STAGED, f"staged, for CP PipeFusion: {demand.weights / GB:.3g} GB of weights in {stages} stages of {held:.3g} GB"
-        )
+        return Choice(STAGED, f"staged, as set: {demand.weights / GB:.3g} GB of weights in {stages} stages of {held:.3g} GB")
     if config.weights != "auto":
         needed = demand.per_rank(config.weights, ranks)
         if config.memory_per_rank and needed > config.memory_per_rank * GB:

@@ -1,10 +1,10 @@
-"""Times of a sampling run's calls, measured alike on one device and on several, for every display. Running sums; constant size."""
+"""A sampling run: its calls, measured alike on one device and on several, and its result, which every display reads."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -12,23 +12,14 @@ from ..pool.messages import CallReport
 from ..timing.times import kind_of
 from ..words import ENGLISH, words_in
 
-PARTS = ("compute", "communication", "wait")
-SUMS = ("seconds", "communication_seconds", "communication_bytes", "predicted_seconds", "predicted_bytes")
-UNITS = ("gpu", "process", "device")
-"""Kinds of devices: keys of their names in locales/*/main.json."""
+BY_HEAD = 1.25
+"""Factor by which processes may be faster than their number: what they exchange, they lay out as CPU kernels read it fastest."""
+NOT_MEASURED = "not_measured"
 
 
 def unit_of(device_type: str) -> str:
-    """Return the key in UNITS of torch's device type."""
+    """Return the key of the name of torch's device type, of "unit"."""
     return {"cuda": "gpu", "xpu": "gpu", "cpu": "process"}.get(device_type, "device")
-
-
-BY_HEAD = 1.25
-"""Factor by which processes may be faster than their number: what they exchange, they lay out as CPU kernels read it fastest."""
-
-OBSTACLES = ("sizes", "failed", "memory", "cancelled", "staged")
-"""Reasons why a run is not compared: keys of their texts."""
-NOT_MEASURED = "not_measured"
 
 
 class Node(NamedTuple):
@@ -41,6 +32,8 @@ class Node(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class CallRecord:
+    """A call on the ranks."""
+
     seconds: float  # from call to result, as the sampler sees it
     # reports, pids: by rank
     reports: list[CallReport]
@@ -57,150 +50,42 @@ class CallRecord:
         return self.reports[0].outcome.at_work
 
     @property
-    def waiting_share(self) -> float:
-        """Fraction of the call that rank 0 spent waiting for other ranks and for the link."""
-        return self.reports[0].communication.seconds / self.reports[0].seconds
-
-
-class RunStats:
-    """The calls of one sampling run.
-
-    Args:
-        key: that models have in common which were loaded alike; None = of none.
-        machine: of a run on one device: device and driver, in words.
-        unit: name of such a device, of UNITS.
-
-    Attributes:
-        steps: of the sampler; 0 = the run is not over.
-        now: kind of the current call; None between two calls, or without a key.
-        kind: of all its calls; None where they differ, or without a key. Runs of one kind take the same time.
-        one_rank: name of one of the ranks in the table of times, where they computed a call.
-        calls, done: numbers of calls begun and returned.
-        last: the last call on the ranks; None on one device.
-        difference: of a call's result from that on one device (`nested.difference`), or of a call in patches from the exact one;
-            None if unmeasured.
-        patched: calls in patches, which are approximate.
-        limit: speed-up that the ranks' shares allow over the first of them; 0 = as many as take part.
-        count, rank_0, times: calls on the ranks, and sums of rank 0's reports and of `time_by_rank`. The first call, which may
-            include loading or warm-up, is in them only while it is alone.
-    """
-
-    def __init__(self, key: str | None, machine: str = "", unit: str = "device") -> None:
-        self.calls = self.done = self.count = self.patched = 0
-        self.kind: str | None = None
-        self.now: str | None = None
-        self.machine, self.unit, self.one_rank = machine, unit, ""
-        self.difference: float | None = None
-        self.steps = 0
-        self.limit = 0.0
-        self.last: CallRecord | None = None
-        self.rank_0: dict[str, float] = {}
-        self.times: list[dict[str, float]] = []
-        self._key = key
-        self._first = self._second = self._last = self._ended = 0.0
-        self._inside = 0.0  # seconds that the ranks, or their owner, spent on finished calls
-        self._extra = 0.0  # of these, since the second call, seconds that belong to no call
-        self._alone = True  # only the first call is in the sums
-
-    def enter(self, arguments: dict[str, Any]) -> None:
-        """Record the start of a call. `arguments`: those that tell kinds of calls apart."""
-        self.now = None if self._key is None else kind_of(self._key, arguments)
-        self.calls += 1
-        self.kind = self.now if self.calls == 1 or self.now == self.kind else None
-        self._last = time.monotonic()
-        if self.calls == 1:
-            self._first = self._last
-        elif self.calls == 2:
-            self._second = self._last
-
-    def leave(self) -> None:
-        """Record the return of the call. A device may still compute it."""
-        self.done, self._ended, self.now = self.calls, time.monotonic(), None
-
-    def finish(self, steps: int = 0) -> None:
-        """Record the end of the run. `steps`: of the sampler."""
-        self._ended, self.steps = time.monotonic(), steps
-
-    def inside(self, seconds: float, extra: float = 0.0) -> None:
-        """Add the seconds of a call on the ranks, from call to result. `extra`: the part that belongs to no call of the run."""
-        self._inside += seconds
-        self._extra += extra if self.calls > 1 else 0.0
-
-    def add(self, record: CallRecord) -> None:
-        """Add a call on the ranks to the sums, after its end."""
-        new = len(record.reports) != len(self.times)
-        if new or self._alone:
-            self.count, self.rank_0 = 0, dict.fromkeys(SUMS, 0.0)
-            self.times = [dict.fromkeys(PARTS, 0.0) for _ in record.reports]
-        staged = record.reports[0].outcome.staged
-        self.patched += staged is not None and staged.patches > 1
-        self._alone = new
-        self.last, self.count = record, self.count + 1
-        report = record.reports[0]
-        sent, outcome = report.communication, report.outcome
-        figures = report.seconds, sent.seconds, sent.bytes, outcome.predicted_seconds, outcome.predicted_bytes
-        for name, figure in zip(SUMS, figures, strict=True):
-            self.rank_0[name] += figure
-        for total, parts in zip(self.times, time_by_rank(record.reports), strict=True):
-            for part, seconds in parts.items():
-                total[part] += seconds
-
-    @property
-    def between(self) -> float:
-        """Mean seconds from the end of a call on the ranks to the beginning of the next, over the calls so far."""
-        return max(0.0, self._last - self._first - self._inside) / max(1, self.calls - 1)
-
-    @property
-    def per_call(self) -> float | None:
-        """Seconds per call from the second one on: the first loads and warms up. None where there were too few."""
-        return (self._ended - self._second - self._extra) / (self.done - 1) if self.done > 1 else None
-
-    @property
-    def taken(self) -> float:
-        """Seconds since the second call began; 0 before it. For a running run, until now."""
-        return time.monotonic() - self._second if self.calls > 1 else 0.0
-
-    @property
-    def waiting_share(self) -> float:
-        """Fraction of the calls that rank 0 spent waiting for other ranks and for the link."""
-        return self.rank_0["communication_seconds"] / self.rank_0["seconds"]
-
-
-def time_by_rank(reports: Sequence[CallReport]) -> list[dict[str, float]]:
-    """Return seconds of compute, communication and wait for every rank of a call; their sum is the same for all.
-
-    A rank in a collective cannot tell a slow link from a late peer. All others wait for the rank that waits least, so its time in
-    collectives counts as communication for every rank. The rest of their time there counts as waiting, and so does the time from
-    the end of a rank's work to the end of the last rank's. An idle rank only waits.
-    """
-    communication = min(report.communication.seconds for report in reports if not report.outcome.idle)
-    total, found = max(report.seconds for report in reports), []
-    for report in reports:
-        compute = 0.0 if report.outcome.idle else report.seconds - report.communication.seconds
-        sent = 0.0 if report.outcome.idle else communication
-        found.append({"compute": compute, "communication": sent, "wait": total - compute - sent})
-    return found
+    def described(self) -> dict[str, Any]:
+        """The call for the status."""
+        first = self.reports[0]
+        return {
+            "degrees": first.outcome.degrees,
+            "at_work": sum(not report.outcome.idle for report in self.reports),
+            "choice": words_in(ENGLISH).choice(self.choice),
+            "seconds": self.seconds,
+            "waiting_share": first.communication.seconds / first.seconds,  # of rank 0, for other ranks and for the link
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
-class Speed:
-    """Speedup of several devices over one. Every display uses this calculation, and these words or their `parts`."""
+class RunResult:
+    """A sampling run, so far or as a whole. Every display reads its figures, words or `parts` here."""
 
-    ranks: int  # number that shared a call; 1 = one device computed it
-    per_call: float | None  # seconds from one call to the next; None = there were too few calls
+    ranks: int = 0  # number that shared a call; 1 = one device computed it; 0 = no call yet
+    per_call: float | None = None  # seconds from the second call on, which neither loads nor warms up; None = there was one at most
     alone: Sequence[float] = ()  # the same on one device: all measurements
-    obstacle: str = ""  # why it could not be measured, of OBSTACLES; empty = it could
-    unit: str = "device"  # of UNITS
-    # steps, calls: of the run, once it is over
-    steps: int = 0
-    calls: int = 0
-    limit: float = 0.0  # largest speed-up that there can be; 0 = `ranks`
+    obstacle: str = ""  # key of the reason for no measurement, of "obstacle"; empty = there is none
+    unit: str = "device"  # key of the devices' name, of "unit"
+    steps: int = 0  # of the sampler, after the end of the run
+    calls: int = 0  # that have returned
+    limit: float = 0.0  # largest possible speed-up; 0 = `ranks`
     patched: int = 0  # calls in patches, which are approximate
-    fetched: bool = False  # see `CallRecord.fetched`
+    fetched: bool = False  # see `CallRecord.fetched`; a device without ranks fetches nothing
+    # Of a call from its repetition on one device, or of one in patches from the exact one (`nested.difference`); None = unmeasured
+    difference: float | None = None
+    last: CallRecord | None = None  # on the ranks
+    # mean, by_rank: per call of the ranks, of rank 0's reports and of `time_by_rank`
+    mean: Mapping[str, float] = field(default_factory=dict)
+    by_rank: Sequence[Mapping[str, float]] = ()
 
     @property
     def possible(self) -> Sequence[float]:
-        """The measurements on one device whose speed-up there can be, as far as the figure shown tells."""
+        """The plausible measurements on one device: the displayed speed-up is within the limit."""
         most = (self.limit or self.ranks) * (BY_HEAD if self.unit == "process" else 1)
         return [each for each in self.alone if not self.per_call or round(each / self.per_call, 1) <= round(most, 1)]
 
@@ -258,6 +143,23 @@ class Speed:
         """The speed in English."""
         return words_in(ENGLISH).speed(self.parts)
 
+    @property
+    def waiting_share(self) -> float:
+        """Fraction of the calls that rank 0 spent waiting for other ranks and for the link."""
+        return self.mean["communication_seconds"] / self.mean["seconds"]
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """The speed for the status. Seconds of both kinds include the sampler's time between two calls: they are comparable."""
+        return {
+            "times": self.times,
+            "seconds_per_call": self.per_call,
+            "seconds_per_call_on_one_device": self.on_one_device,
+            "difference_from_one_device": self.difference,
+            "words": self.words,
+            "parts": self.parts,  # for texts in other languages
+        }
+
 
 def _seconds(seconds: float, times: float) -> dict[str, str]:
     """Return the seconds of a run and those on one device, with as many digits as their quotient needs to be the speedup."""
@@ -266,3 +168,118 @@ def _seconds(seconds: float, times: float) -> dict[str, str]:
         if float(own) and f"{float(alone) / float(own):.1f}" == f"{times:.1f}":
             return {"seconds": own, "alone": alone}
     return {"seconds": f"{seconds:.3g}", "alone": f"{seconds * times:.3g}"}
+
+
+class RunStats:
+    """The calls of one sampling run.
+
+    Args:
+        key: that models have in common which were loaded alike; None = of none.
+        machine: of a run on one device: device and driver, in words.
+        unit: key of such a device's name, of "unit".
+
+    Attributes:
+        result: of the calls that have ended.
+        now: kind of the current call; None between two calls, or without a key.
+        kind: of all its calls; None where they differ, or without a key. Runs of one kind take the same time.
+        one_rank: name of one of the ranks in the table of times, where they computed a call.
+        begun: number of calls, with the current one.
+        count: calls on the ranks in the means. The first call, which may include loading or warm-up, counts only while it is alone.
+    """
+
+    def __init__(self, key: str | None, machine: str = "", unit: str = "device") -> None:
+        self.result = RunResult(ranks=1, unit=unit)
+        self.kind: str | None = None
+        self.now: str | None = None
+        self.machine, self.one_rank = machine, ""
+        self.begun = self.count = 0
+        self._key = key
+        self._first = self._second = self._last = 0.0
+        self._inside = 0.0  # seconds that the ranks, or their owner, spent on finished calls
+        self._extra = 0.0  # of these, since the second call, seconds that belong to no call
+        self._alone = True  # only the first call is in the means
+
+    def enter(self, arguments: dict[str, Any]) -> None:
+        """Record the start of a call. `arguments`: those that tell kinds of calls apart."""
+        self.now = None if self._key is None else kind_of(self._key, arguments)
+        self.begun += 1
+        self.kind = self.now if self.begun == 1 or self.now == self.kind else None
+        self._last = time.monotonic()
+        if self.begun == 1:
+            self._first = self._last
+        elif self.begun == 2:
+            self._second = self._last
+
+    def leave(self) -> None:
+        """Record the return of the call. A device may still compute it."""
+        self.now = None
+        self.finish()
+
+    def finish(self, steps: int = 0) -> None:
+        """Record the end of the run, after `steps` steps, or of a call."""
+        seconds = time.monotonic() - self._second - self._extra
+        self.note(calls=self.begun, steps=steps, per_call=seconds / (self.begun - 1) if self.begun > 1 else None)
+
+    def note(self, **figures: Any) -> None:
+        """Record fields of the result."""
+        self.result = replace(self.result, **figures)
+
+    def inside(self, seconds: float, extra: float = 0.0) -> None:
+        """Add the seconds of a call on the ranks, from call to result. `extra`: the part that belongs to no call of the run."""
+        self._inside += seconds
+        self._extra += extra if self.begun > 1 else 0.0
+
+    def add(self, record: CallRecord) -> None:
+        """Record a call on the ranks, after its end."""
+        mean, by_rank = self.result.mean, self.result.by_rank
+        new = len(record.reports) != len(by_rank)
+        if new or self._alone:
+            self.count, mean, by_rank = 0, {}, [{} for _ in record.reports]
+        self._alone = new
+        self.count += 1
+        first = record.reports[0]
+        sent, outcome = first.communication, first.outcome
+        figures = {
+            "seconds": first.seconds,
+            "communication_seconds": sent.seconds,
+            "communication_bytes": sent.bytes,
+            "predicted_seconds": outcome.predicted_seconds,
+            "predicted_bytes": outcome.predicted_bytes,
+        }
+        self.note(
+            ranks=record.at_work,
+            last=record,
+            patched=self.result.patched + (outcome.staged is not None and outcome.staged.patches > 1),
+            mean=self._mean(mean, figures),
+            by_rank=[self._mean(*both) for both in zip(by_rank, time_by_rank(record.reports), strict=True)],
+        )
+
+    def _mean(self, before: Mapping[str, float], figures: Mapping[str, float]) -> dict[str, float]:
+        """Return the means of `count` calls: those of the calls before, with the figures of the last one."""
+        return {name: (before.get(name, 0.0) * (self.count - 1) + figure) / self.count for name, figure in figures.items()}
+
+    @property
+    def between(self) -> float:
+        """Mean seconds from the end of a call on the ranks to the beginning of the next, over the calls so far."""
+        return max(0.0, self._last - self._first - self._inside) / max(1, self.begun - 1)
+
+    @property
+    def taken(self) -> float:
+        """Seconds since the second call began; 0 before it. For a running run, until now."""
+        return time.monotonic() - self._second if self.begun > 1 else 0.0
+
+
+def time_by_rank(reports: Sequence[CallReport]) -> list[dict[str, float]]:
+    """Return seconds of compute, communication and wait for every rank of a call; their sum is the same for all.
+
+    A rank in a collective cannot tell a slow link from a late peer. All others wait for the rank that waits least, so its time in
+    collectives counts as communication for every rank. The rest of their time there counts as waiting, and so does the time from
+    the end of a rank's work to the end of the last rank's. An idle rank only waits.
+    """
+    communication = min(report.communication.seconds for report in reports if not report.outcome.idle)
+    total, found = max(report.seconds for report in reports), []
+    for report in reports:
+        compute = 0.0 if report.outcome.idle else report.seconds - report.communication.seconds
+        sent = 0.0 if report.outcome.idle else communication
+        found.append({"compute": compute, "communication": sent, "wait": total - compute - sent})
+    return found

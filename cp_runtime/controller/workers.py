@@ -77,18 +77,18 @@ class Workers:
 
     @property
     def last_start(self) -> float | None:
-        """Seconds of the last such start, in this process or an earlier one; None where there was none."""
+        """Seconds of the last start on these devices, in this process or an earlier one; None = there was none."""
         return next(reversed(self._times.of("start", self._start_name)), None)
 
     @property
     def loading(self) -> tuple[str, float | None] | None:
-        """The model being loaded: its name, and `loaded`. None while there is none."""
+        """Name and `loaded` of the model of the current load; None without a load."""
         loaded = self.loaded
         return (self.models.name, loaded) if self.pool.command == "load" or loaded is not None else None
 
     @property
     def loaded(self) -> float | None:
-        """Fraction of a model's weights on the slowest rank's device; None while no model is loaded."""
+        """Fraction of a model's weights on the slowest rank's device; None without a load."""
         if self.pool.command != "call":
             return None
         progress = [self.pool.progress(rank).at.loaded for rank in range(len(self.pool.processes))]
@@ -96,9 +96,7 @@ class Workers:
 
     @property
     def modules(self) -> int:
-        """Planned modules that all ranks have entered in the running call; 0 = no call."""
-        if self.pool.command != "call":
-            return 0
+        """Planned modules that all ranks have entered in the current call; 0 = no call."""
         return min((self.pool.progress(rank).at.modules for rank in range(len(self.pool.processes))), default=0)
 
     @property
@@ -154,7 +152,7 @@ class Workers:
             raise
         with _harmless():
             run.one_rank = chooser.who(ranks, 1)
-            run.limit = sum(ranks.shares[:count]) / ranks.shares[0] if ranks.shares else 0.0
+            run.note(limit=sum(ranks.shares[:count]) / ranks.shares[0] if ranks.shares else 0.0)
             self._add(kind, chooser.who(ranks, count), record, run)
             chooser.note(kind, ranks, count)
             choice = chooser.described(kind, ranks, count) if config.chooses_ranks else None
@@ -167,7 +165,7 @@ class Workers:
     def _add(self, kind: str, who: str, record: CallRecord, run: RunStats) -> None:
         """Add a call's time to the table, with the sampler's time between two calls. The first call of a run may include warm-up:
         it counts while there is at most one other."""
-        if run.calls > 1 or len(self._times.of(kind, who)) < 2:
+        if run.begun > 1 or len(self._times.of(kind, who)) < 2:
             waited = max(report.outcome.prelude for report in record.reports)
             self._times.add(kind, who, record.seconds - waited + run.between)
 
@@ -199,7 +197,7 @@ class Workers:
         return self._run(exact, target.key, call, call.kind(target.kind), self.pool.world_size, cancelled)[0]
 
     def _link_is_slow(self, record: CallRecord) -> bool:
-        """Return whether a call over sharded weights took longer than it would on one device, after one that warmed up."""
+        """Return whether a warm call over sharded weights took longer than an estimated one on one device."""
         last, report = self.last_call, record.reports[0]
         waited = report.communication.seconds
         alone = (report.seconds - report.outcome.prelude - waited) * record.at_work

@@ -96,18 +96,13 @@ class RuntimeConfig:
     def __post_init__(self) -> None:
         stages = None if self.pipeline is None else self.pipeline.stages
         if stages is not None and (stages < 2 or self.world_size % stages):
-            raise bad_value(
-                "stages",
-                stages,
-                f"a number from 2 that divides the {self.world_size} ranks",
-                "Change it, or world_size of CP Config.",
-            )
+            allowed = f"a number from 2 that divides the {self.world_size} ranks"
+            raise bad_value("stages", stages, allowed, "Change it, or the number of GPUs.")
         given = {"ulysses_degree": self.sequence.ulysses_degree, "ring_degree": self.sequence.ring_degree}
         for name, degree in (given | {"batch_degree": self.batch_degree}).items():
             if degree > 1 and (self.pipeline is not None or self.weights == STAGED):
-                raise bad_value(
-                    name, degree, "0 or 1 where the model is staged", "Leave the degrees at 0: CP PipeFusion has stages."
-                )
+                remedy = "Leave the degrees at 0: stages take their place."
+                raise bad_value(name, degree, "0 or 1 where the model is staged", remedy)
 
     @property
     def staged(self) -> PipelineSettings:

@@ -16,6 +16,7 @@ from subprocess import _args_from_interpreter_flags as interpreter_options  # ty
 from typing import Any
 
 from ..system import system
+from ..system.processes import process_state
 from .config import WorkerSite
 from .frames import Frame, Malformed, Outbox, Reader
 from .launcher import LogPump
@@ -64,7 +65,7 @@ class RankProcess:
     @property
     def state(self) -> str:
         """What the kernel says it does, such as "sleeping" or "stopped"; "gone" where there is no such process."""
-        return system.process_state(self.pid)
+        return process_state(self.pid)
 
     def ended(self, status: int) -> None:
         """Note that it has ended."""

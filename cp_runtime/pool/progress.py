@@ -1,4 +1,4 @@
-"""What a rank tells of itself while it works, ten times a second and whenever something begins that may take long."""
+"""The progress of a rank: a heartbeat ten times a second, and at the start of every long step."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ _NONE = Beat()
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a rank is, in the command that it works on, as of its last heartbeat. `beat`: when that came, on the clock of
-    `time.monotonic`; 0 = none yet."""
+    """Position of a rank in its command at its last heartbeat. `beat`: time of that, on the clock of `time.monotonic`; 0 = none
+    yet."""
 
     at: Beat = _NONE
     beat: float = 0.0
 
 
 class Watch:
-    """Has the stacks of all threads written to standard error when the time of a command is up. That needs neither the GIL nor
-    anything that this process could still do."""
+    """A timer that writes the stacks of all threads to standard error at a command's deadline. It needs neither the GIL nor a
+    live Python thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._until = self._armed = 0.0  # on the clock of `time.monotonic`; 0 = never
 
     def until(self, deadline: float) -> None:
-        """Have it happen then; 0 = not at all. A timer that is there and goes off earlier is set anew with the next `look`."""
+        """Set the deadline; 0 = none. A running timer with an earlier one is reset by the next `look`."""
         with self._lock:
             self._until = deadline
             if deadline and not 0 < self._armed <= deadline:
                 self._arm()
 
     def extend(self, seconds: float) -> None:
-        """Allow the command so much longer."""
+        """Extend the deadline."""
         with self._lock:
             self._until += seconds if self._until else 0.0
 
     def look(self) -> None:
-        """Set the timer anew where it is not right. To be called several times a second."""
+        """Correct the timer. To be called several times a second."""
         with self._lock:
             if abs(self._until - self._armed) > BEAT:
                 self._arm()
@@ -60,8 +60,8 @@ class Watch:
 
 
 class Notes:
-    """A rank's notes on the command that it works on, and the thread that tells them for as long as the process lives. It pauses
-    while the process is stopped, or something holds the GIL.
+    """A rank's notes on its command, and the thread that sends them until the process ends. It pauses while the process is
+    stopped, or something holds the GIL.
 
     Args:
         tell: sends a heartbeat, with the number of the command; 0 = none.
@@ -79,12 +79,12 @@ class Notes:
         threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
 
     def begin(self, command: int = 0, seconds: float = 0.0) -> None:
-        """Note that the rank begins a command, which may take this long, or has ended one."""
+        """Note the start of a command with this time limit, or the end of one."""
         self._command, self._began, self._seconds = command, time.monotonic(), seconds
         self.modules, self._loaded, self._has_loaded, self._compiling = 0, -1, False, 0
 
     def load(self, loaded: int | None) -> None:
-        """Note that the rank has loaded this many thousandths of a model; None = it is done."""
+        """Note the loaded thousandths of a model; None = the load is over."""
         first, self._has_loaded, self._loaded = not self._has_loaded, True, -1 if loaded is None else loaded
         if first:
             self._watch.until(self._began + max(self._seconds, self._load_timeout))
@@ -92,7 +92,7 @@ class Notes:
             self._beat()
 
     def compiling(self, part: int) -> None:
-        """Note that the rank compiles a part of a model. `part`: counts from 1; 0 = it has finished. That time does not count."""
+        """Note the compilation of a part of a model, whose time does not count. `part`: counts from 1; 0 = it is over."""
         now = time.monotonic()
         if self._compiling:
             self._watch.extend(now - self._compiles_since)

@@ -1,4 +1,4 @@
-"""The inputs of CP Config and of `RuntimeConfig.resolve`, a table: defaults, labels and limits."""
+"""The settings of users, which `RuntimeConfig.resolve` takes, a table: defaults, labels and limits."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ MAX_RANKS = 1024  # the most that a user can ask for
 
 @dataclass(frozen=True)
 class Setting:
-    """An input of CP Config, and of `RuntimeConfig.resolve`.
+    """A setting.
 
     Args:
         default: says the type as well.
-        label: what the node shows; its name stays in saved workflows.
+        label: for users; its name stays in saved workflows.
         options: of a text; empty = it is free, and checked in another way.
         least, most, step: of a number.
         allowed, remedy: of a number, for its error; empty = it depends on the machine, and is checked in another way.
@@ -173,7 +173,7 @@ SETTINGS = {
 
 
 def with_labels(message: str) -> str:
-    """Put the labels that CP Config shows in front of the names that a setting's error begins with."""
+    """Put the labels that users see in front of the names that an error of settings begins with."""
     names, colon, rest = message.partition(":")
     parts = names.split(" x ")
     if not all(part in SETTINGS for part in parts):

@@ -32,6 +32,7 @@ from ..engine.ranks.collectives import CommStats, wait_for
 from ..engine.ranks.mesh import BatchMesh
 from ..errors import ProtocolError
 from ..system import system
+from ..system.processes import host_bytes
 from .blocks import LOOPBACK, HandedOn, SharedBlock
 from .cancel import CancelPoints
 from .frames import Buffer, Frame, Inbox
@@ -395,7 +396,7 @@ def failure(error: Exception, stats: CommStats, device: torch.device) -> Failure
 
 def memory_of(device: torch.device, details: bool = False) -> Memory:
     """Return the memory that this process takes, in bytes. `details`: with what is in use, reserved and free on the device."""
-    host = system.host_bytes(os.getpid())
+    host = host_bytes(os.getpid())
     if device.type == "cpu":
         return Memory(host=host, device=0)
     module = torch.get_device_module(device)

@@ -68,7 +68,7 @@ SHUTDOWN_GRACE = 5.0
 
 
 Heard = queue.SimpleQueue[tuple[int, Header | Exception | None, Buffer]]
-"""What ranks send: the rank, a header, what was wrong with it, or None at its end; and bytes behind the header."""
+"""Messages of ranks: the rank; a header, its error, or None at the end of the rank; the bytes behind the header."""
 
 
 class CallCancelled(Exception):
@@ -79,17 +79,17 @@ class WorkerPool:
     """Persistent worker ranks. One caller at a time, except for `abort` and `progress`.
 
     Attributes:
-        command: the command that runs, or "start"; empty = none. From any thread.
-        waiting_for: the ranks that have not reported on it.
-        stage: of the start: "importing" what ranks need, "connecting" them.
+        command: the current command, or "start"; empty = none. From any thread.
+        waiting_for: ranks without a report on it.
+        stage: of the start: "importing" or "connecting".
         since: when the start began, in seconds since the epoch.
         last_command, last_command_ended: the last command that was not brief, and when it ended, on the clock of `time.monotonic`.
-        backend: by which the ranks communicate; None until they are ready.
-        shares, device_names: of the ranks; none until they are ready.
-        load_timeout: seconds that ranks may take to load a model, and for a call in which they bring it to their devices.
-        chosen: why they share memory although NCCL connects them; empty = they do not.
-        fallback: how they may connect; its `reason` says why they do not as they would by default.
-        hosts: other computers with ranks that ssh has started.
+        backend: of the ranks' communication; None before they are ready.
+        shares, device_names: of the ranks; empty before they are ready.
+        load_timeout: seconds for a load, and for a call that brings a model to the devices.
+        chosen: reason for shared memory in place of a working NCCL; empty = none.
+        fallback: ways to connect; its `reason`: why the default one is not used.
+        hosts: other computers with ranks.
         apart: ranks that cannot map this process's memory.
         peer_to_peer: whether their GPUs reach each other's memory; None before they connect and without NCCL.
     """
@@ -154,7 +154,7 @@ class WorkerPool:
         began, self.seconds, self.chosen, self.fallback.comparing = time.monotonic(), {}, "", False
 
         def step(request: Request[R], what: str = "start", timeout: float | None = None) -> list[R]:
-            """Have all ranks take a step. `timeout`: of this step; None = what is left of the start's."""
+            """Run a step on all ranks. `timeout`: of this step; None = the rest of the start's."""
             now = time.monotonic()
             since, limit = (began, self._startup_timeout) if timeout is None else (now, timeout)
             self._send(request, since + limit - now)
@@ -196,7 +196,7 @@ class WorkerPool:
         log.info("started %d ranks in %.1f s (%s): %s", self.world_size, self.seconds["start"], steps, ranks)
 
     def _send(self, request: Request[Any], seconds: float, nbytes: int = 0, kept: Tensor | None = None) -> None:
-        """Send a command to all ranks, which may take so long. `nbytes`: of its tensors in shared memory. `kept`: see `request`."""
+        """Send a command with a time limit to all ranks. `nbytes`: of its tensors in shared memory. `kept`: see `request`."""
         seq, left = self._seq + 1, max(1e-3, seconds)
         mapped = fed = handed = Frame(pack(request, seq, nbytes, left))
         if self.apart:
@@ -208,13 +208,13 @@ class WorkerPool:
             process.send(fed if rank in self._fed else handed if rank in self.apart else mapped)
 
     def _tell(self, message: Message) -> None:
-        """Tell all ranks something about the command that they work on, at once."""
+        """Send all ranks an urgent message about the current command."""
         frame = Frame(pack(message, self._seq), urgent=True)
         for process in self.processes:
             process.send(frame)
 
     def _hear(self, heard: Heard, rank: int, frame: Frame | Malformed | None) -> None:
-        """Take what a rank sends, in the thread that reads it."""
+        """Take a message of a rank, in the thread that reads it."""
         try:
             header = unpack(frame.header) if isinstance(frame, Frame) else None
             if header is not None and header.kind == Beat.__name__:
@@ -226,12 +226,12 @@ class WorkerPool:
             heard.put((rank, error, b""))
 
     def progress(self, rank: int) -> Progress:
-        """Return the progress of a rank in the command that runs. From any thread."""
+        """Return the progress of a rank in the current command. From any thread."""
         seq, last = self._progress[rank]
         return last if self.command and seq == self._seq else Progress(beat=last.beat)
 
     def abort(self, reason: str) -> None:
-        """End the ranks now, so that a command which runs raises PoolError. From any thread."""
+        """End the ranks now: the current command raises PoolError. From any thread."""
         self._aborted = reason
         self._kill_processes()
 
@@ -311,7 +311,7 @@ class WorkerPool:
             self.shared.request.trim(KEEP_BYTES)
 
     def result(self, replies: Sequence[Value], device: torch.device) -> Any:
-        """Return the value that rank 0 left in shared memory, copied to `device`. Raises PoolError or torch.OutOfMemoryError."""
+        """Return rank 0's value from shared memory, copied to `device`. Raises PoolError or torch.OutOfMemoryError."""
         nbytes = replies[0].nbytes
         if 0 in self.apart:
             block = torch.frombuffer(self._result, dtype=torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8)
@@ -330,7 +330,7 @@ class WorkerPool:
         self.kill()
 
     def _running_after(self, seconds: float) -> list[int]:
-        """Wait until all ranks have ended, for `seconds` at most; return those that have not."""
+        """Wait for the end of all ranks, `seconds` at most; return the others."""
         deadline = time.monotonic() + seconds
         return [rank for rank, process in enumerate(self.processes) if not process.wait(max(0.0, deadline - time.monotonic()))]
 
@@ -437,7 +437,7 @@ class WorkerPool:
                     self._tell(Cancel())
 
     def _look(self) -> list[tuple[int, Header | Exception | None, Buffer]]:
-        """Return what has come from ranks; wait a moment for something."""
+        """Return the messages of ranks; wait a moment for the first."""
         found = []
         with contextlib.suppress(queue.Empty):
             found.append(self._heard.get(timeout=TICK))

@@ -207,23 +207,6 @@ def allow_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def process_state(pid: int) -> str:
-    """Return what the kernel says a process does, such as "sleeping" or "stopped"; "gone" if there is no such process."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return "gone"
-    return next((line.partition("(")[2].rstrip(")") for line in lines if line.startswith("State:")), "unknown")
-
-
-def host_bytes(pid: int) -> int:
-    """Return the host memory of a process, in bytes; 0 when it is gone."""
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0
-
-
 def name_of_exit(code: int) -> str:
     """Return the name of what ended a process by its `Popen.returncode`; empty where it ended by itself."""
     # Real-time signals have no name.

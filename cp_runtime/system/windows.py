@@ -250,24 +250,6 @@ def name_process(name: str) -> None: ...
 def allow_open_files() -> None: ...
 
 
-def process_state(pid: int) -> str:
-    import psutil  # a requirement of ComfyUI, and of nothing else here
-
-    try:
-        return str(psutil.Process(pid).status())
-    except psutil.Error:
-        return "gone"
-
-
-def host_bytes(pid: int) -> int:
-    import psutil
-
-    try:
-        return int(psutil.Process(pid).memory_info().rss)
-    except psutil.Error:
-        return 0
-
-
 # https://learn.microsoft.com/openspecs/windows_protocols/ms-erref: NTSTATUS values
 _EXITS = {
     0xC0000005: "STATUS_ACCESS_VIOLATION",

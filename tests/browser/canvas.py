@@ -1,20 +1,11 @@
 """Where things are on ComfyUI's canvas, which draws its nodes itself."""
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
 from playwright.sync_api import Page
-from support.server import CHECKOUT
 
 TITLE = 30  # pixels
-
-
-def load_workflow(page: Page, name: str) -> None:
-    """Open a workflow of this pack."""
-    graph = json.loads((CHECKOUT / "workflows" / f"{name}.json").read_text())
-    page.evaluate("graph => app.loadGraphData(graph)", graph)
-    page.wait_for_timeout(500)
 
 
 def add_node(page: Page, kind: str) -> None:

@@ -1,7 +1,7 @@
 """A real browser on a real server: Debian's Chromium, driven by Playwright.
 
 Tests are skipped where there is no Chromium (`apt-get install chromium`, or its path in CP_CHROMIUM). With CP_SCREENSHOTS=1 they
-take the pictures anew that documents and templates show, and others into shots/.
+take the pictures anew that come of a run, and others into shots/.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from playwright.sync_api import Browser, BrowserContext, Locator, Page, Route, expect, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Locator, Page, Route, ViewportSize, expect, sync_playwright
 from playwright.sync_api import TimeoutError as PlaywrightTimeout
 from support.chromium import CHROMIUM, MISSING
 from support.server import CHECKOUT, CUSTOM_NODES, GGUF_NODES, ComfyServer
@@ -28,7 +28,7 @@ ARGUMENTS = [
     *("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update", "--disable-sync"),
     "--blink-settings=imageAnimationPolicy=2",  # thumbnails of templates show their first picture
 ]
-SIZE = {"width": 1400, "height": 900}
+SIZE: ViewportSize = {"width": 1400, "height": 900}
 SETTINGS = {
     "Comfy.TutorialCompleted": True,  # else the template browser opens by itself
     "Comfy.Minimap.Visible": False,
@@ -89,12 +89,17 @@ def browser_models(checkpoints_dir: Path, tmp_path_factory: pytest.TempPathFacto
         (models / folder.name).mkdir()
         for file in folder.iterdir():
             (models / folder.name / file.name).symlink_to(file)
+    put_models(models)
+    return models
+
+
+def put_models(models: Path) -> None:
+    """Make an empty file for each that a template asks for."""
     for workflow in (CHECKOUT / "workflows").glob("*.json"):
         for node in json.loads(workflow.read_text())["nodes"]:
             for model in node["properties"].get("models", []):
                 (models / model["directory"]).mkdir(exist_ok=True)
                 (models / model["directory"] / model["name"]).touch()
-    return models
 
 
 @pytest.fixture(scope="session")
@@ -199,8 +204,9 @@ THEME = "theme => app.extensionManager.setting.set('Comfy.ColorPalette', theme)"
 @pytest.fixture(params=THEMES if KEEP else THEMES[:1])
 def theme(page: Page, request: pytest.FixtureRequest) -> str:
     """The page's colours: the test takes its pictures with each."""
-    page.evaluate(THEME, request.param)
-    return request.param
+    chosen: str = request.param
+    page.evaluate(THEME, chosen)
+    return chosen
 
 
 @pytest.fixture
@@ -217,14 +223,19 @@ def picture(page: Page) -> Callable[..., None]:
         if prepare is not None:
             prepare()
         page.wait_for_timeout(settle)
-        image = Image.open(io.BytesIO(page.screenshot(clip=clip() if clip is not None else None))).convert("RGB")
-        if width is not None and width < image.width:
-            image = image.resize((width, round(image.height * width / image.width)), Image.Resampling.LANCZOS)
-        path = CHECKOUT / target
-        path.parent.mkdir(parents=True, exist_ok=True)
-        image.save(path, **({"quality": 85} if path.suffix == ".jpg" else {"optimize": True}))
+        save(page.screenshot(clip=clip() if clip is not None else None), target, width)
 
     return take
+
+
+def save(screenshot: bytes, target: str, width: int | None = None) -> None:
+    """Write a screenshot into the checkout, scaled down to a width."""
+    image = Image.open(io.BytesIO(screenshot)).convert("RGB")
+    if width is not None and width < image.width:
+        image = image.resize((width, round(image.height * width / image.width)), Image.Resampling.LANCZOS)
+    path = CHECKOUT / target
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image.save(path, **({"quality": 85} if path.suffix == ".jpg" else {"optimize": True}))
 
 
 CP = {"world_size": 2, "ulysses_degree": 2}

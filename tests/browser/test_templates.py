@@ -3,9 +3,8 @@
 import json
 
 import pytest
-from browser.canvas import add_node, box_of, load_workflow, point_in, show_node
-from browser.cards import SIDE, card
-from browser.conftest import KEEP, MADE_UP_GPUS
+from browser.canvas import add_node, box_of, point_in, show_node
+from browser.conftest import MADE_UP_GPUS
 from browser.test_first_run import ALL_IN_VIEW
 from playwright.sync_api import expect
 from support.graphs import flux_prompt
@@ -16,16 +15,6 @@ CATEGORY = "Context Parallel"
 OPENED = ("Flux on all GPUs", "GGUF on all GPUs", "MiniMax-H3 image to video on all GPUs")
 """One of ComfyUI's nodes, one with nodes of another pack, one with nodes that moved; the server's tests check all."""
 NAMES = sorted(path.stem for path in (CHECKOUT / "workflows").glob("*.json"))
-
-
-def for_pictures(test):
-    """Mark a test that takes a picture of documents, and shows what others show."""
-    return test if KEEP else pytest.mark.soak(test)
-
-
-def large_window(page):
-    page.set_viewport_size({"width": 2400, "height": 1300})
-    page.evaluate("app.extensionManager.toggleFocusMode()")
 
 
 def open_template(page, name):
@@ -53,8 +42,8 @@ def test_the_template_browser_has_them(page, picture):
     expect(dialog).to_have_count(0)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if KEEP or name in OPENED else pytest.mark.soak) for name in NAMES])
-def test_a_template_opens_without_a_warning(page, name, picture, tab):
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in OPENED else pytest.mark.soak) for name in NAMES])
+def test_a_template_opens_without_a_warning(page, name):
     open_template(page, name)
     page.wait_for_timeout(1000)  # the browser looks for what is missing
     assert page.get_by_role("dialog").count() == 0
@@ -65,12 +54,6 @@ def test_a_template_opens_without_a_warning(page, name, picture, tab):
     registered = page.evaluate("app.graph.nodes.map(node => [node.type, node.type in LiteGraph.registered_node_types])")
     assert [kind for kind, known in registered if not known and kind not in ("MarkdownNote", "Note")] == []
 
-    def draw():
-        tab.spoil()
-        page.set_content(card(name))
-
-    picture(f"workflows/{name}.jpg", prepare=draw, clip=lambda: {"x": 0, "y": 0, "width": SIDE, "height": SIDE})
-
 
 def test_a_template_whose_node_pack_is_missing(page):
     """ComfyUI says what is missing, by the name of the node, which the canvas alone does not put into the page."""
@@ -80,61 +63,6 @@ def test_a_template_whose_node_pack_is_missing(page):
     open_template(page, "GGUF on all GPUs")
     expect(page.get_by_text("UnetLoaderGGUF").first).to_be_visible()
     kind.evaluate("kind => LiteGraph.registerNodeType('UnetLoaderGGUF', kind)")
-
-
-@for_pictures
-def test_the_picture_of_the_graph(page, picture):
-    """The part of the Flux template that help pages and README show."""
-    load_workflow(page, "Flux on all GPUs")
-    large_window(page)
-    show_node(page, "ApplyContextParallel")
-    box = box_of(page, ["UNETLoader", "ApplyContextParallel", "KSampler"], margin=30)
-    assert box["width"] > 800
-    picture("web/docs/images/graph.jpg", settle=1500, clip=lambda: box, width=1000)
-
-
-STEP = 330  # pixels from one node of a picture to the next
-PLACED = """([kinds, step]) => kinds.forEach((column, x) => column.reduce((y, kind) => {
-    const node = app.graph.nodes.find(node => node.type === kind);
-    node.pos = [x * step, y];
-    node.setSize([step - 60, node.computeSize()[1]]);
-    return y + node.size[1] + 60;
-}, 0))"""
-SAMPLED = flux_prompt(cp={}) | {
-    "vae": {"class_type": "VAELoader", "inputs": {"vae_name": "ae.safetensors"}},
-    "decoded": {"class_type": "CPVAEDecode", "inputs": {"samples": ["sampler", 0], "vae": ["vae", 0]}},
-    "shown": {"class_type": "PreviewImage", "inputs": {"images": ["decoded", 0]}},
-    "photo": {"class_type": "LoadImage", "inputs": {"image": "example.png"}},
-    "encoded": {"class_type": "CPVAEEncode", "inputs": {"pixels": ["photo", 0], "vae": ["vae", 0]}},
-}
-PICTURES = {
-    "config": [["UNETLoader", "CPConfig"], ["ApplyContextParallel"], ["KSampler"]],
-    "decode": [["KSampler", "VAELoader"], ["CPVAEDecode"], ["PreviewImage"]],
-    "encode": [["VAELoader", "LoadImage"], ["CPVAEEncode"], ["KSampler"]],
-}
-"""Of help pages: columns of nodes."""
-
-
-@for_pictures
-@pytest.mark.parametrize("name", PICTURES)
-def test_the_pictures_of_help_pages(name, page, picture):
-    """Each shows its node, and what is connected to it."""
-    prompt = {key: {**node, "inputs": dict(node["inputs"])} for key, node in SAMPLED.items()}
-    if name == "encode":
-        prompt["sampler"]["inputs"]["latent_image"] = ["encoded", 0]
-    page.evaluate("prompt => app.loadApiJson(prompt, 'help')", prompt)
-    columns = PICTURES[name]
-    kinds = [kind for column in columns for kind in column]
-    page.evaluate(
-        "kinds => { for (const node of [...app.graph.nodes]) if (!kinds.includes(node.type)) app.graph.remove(node); }",
-        kinds,
-    )
-    page.evaluate(PLACED, [columns, STEP])
-    large_window(page)
-    show_node(page, columns[1][0])
-    box = box_of(page, kinds, margin=20)
-    assert box["width"] > 2 * STEP
-    picture(f"web/docs/images/{name}.jpg", settle=1000, clip=lambda: box, width=1000)
 
 
 def test_the_report(page, picture):
@@ -238,7 +166,7 @@ def test_devices_can_be_picked(page):
 
 
 @MADE_UP_GPUS
-def test_devices_that_are_picked_leave_other_computers_alone(page):
+def test_picking_devices_leaves_other_computers_alone(page):
     """A name is text, whatever a workflow has there. The number of GPUs goes: it would contradict the names."""
     add_node(page, "CPConfig")
     page.wait_for_function("() => app.graph.nodes[0].widgets.some(widget => widget.name === 'Choose devices…')")

@@ -5,7 +5,7 @@ import shutil
 import pytest
 from support.faults import Faults
 from support.graphs import flux_prompt
-from support.server import ComfyServer
+from support.server import CUSTOM_NODES, ComfyServer
 
 
 @pytest.fixture
@@ -24,10 +24,28 @@ def no_fault_is_left(faults):
     faults.clear()
 
 
+SAY_WHO = """
+import os
+with open({file!r}, "a") as out:
+    out.write(f"{what} {{os.getpid()}}\\n")
+NODE_CLASS_MAPPINGS = {{}}
+"""
+
+
 @pytest.fixture(scope="session")
-def fault_server(comfyui_path, checkpoints_dir, faults):
+def other_pack(tmp_path_factory):
+    """A pack that writes into its file `said` which processes run its code."""
+    pack = tmp_path_factory.mktemp("another_pack")
+    for name, what in (("prestartup_script", "prestartup"), ("__init__", "import")):
+        (pack / f"{name}.py").write_text(SAY_WHO.format(file=str(pack / "said"), what=what))
+    return pack
+
+
+@pytest.fixture(scope="session")
+def fault_server(comfyui_path, checkpoints_dir, faults, other_pack):
     """A server whose workers look for faults."""
-    with ComfyServer(comfyui_path, models=checkpoints_dir, env=faults.environment) as running:
+    nodes = {**CUSTOM_NODES, "another-pack": other_pack}
+    with ComfyServer(comfyui_path, models=checkpoints_dir, custom_nodes=nodes, env=faults.environment) as running:
         yield running
 
 

@@ -9,7 +9,6 @@ from faults.owner import Owner
 from support.graphs import flux_prompt
 from support.latents import assert_close
 from support.pools import echo, small_pool
-from support.server import ComfyServer
 
 LARGE = torch.arange(6 << 20, dtype=torch.int32)  # 24 MB
 
@@ -60,18 +59,18 @@ def test_bytes_are_handed_on_to_the_other_ranks_of_a_host(apart, tmp_path, monke
         assert sum(sent[3]) == (sum(sent[2]) if apart else 0)
 
 
-def test_prompts_with_patches_and_two_ranks_apart(comfyui_path, checkpoints_dir, faults):
+def test_prompts_with_patches_and_two_ranks_apart(fault_server, faults):
     """Weight patches and conditioning go through pipes, what ranks send each other through gloo; a restart begins anew."""
     lora = {"cfg": 3.0, "loras": [("flux_lora", 0.8)]}
+    stock, prompt = fault_server.sample(flux_prompt(**lora)), flux_prompt(**lora, cp={"world_size": 2})
     for rank in range(2):
         faults.arm(rank, "sees no memory", at="memory")
-    with ComfyServer(comfyui_path, models=checkpoints_dir, env=faults.environment) as server:
-        stock = server.sample(flux_prompt(**lora))
-        assert_close(server.sample(flux_prompt(**lora, cp={"world_size": 2})), stock)
-        assert "tensors go through pipes" in server.log_text()
-        assert faults.waiting == []
-        assert server.post("/context_parallel/restart")["restarted"]
-        assert_close(server.sample(flux_prompt(**lora, cp={"world_size": 2})), stock)
+    fault_server.post("/context_parallel/restart")
+    assert_close(fault_server.sample(prompt), stock)
+    assert "tensors go through pipes" in fault_server.log_text()
+    assert faults.waiting == []
+    assert fault_server.post("/context_parallel/restart")["restarted"]
+    assert_close(fault_server.sample(prompt), stock)
 
 
 def test_the_end_of_such_a_pool_leaves_nothing(temp, faults):

@@ -83,9 +83,14 @@ def in_place_with_the_same_time(base: Path) -> None:
 @pytest.mark.bits("the stock path twice")
 @pytest.mark.parametrize(
     ("change", "weights"),
-    [(by_rename, {}), (by_rename_with_the_same_time, {}), (in_place_with_the_same_time, {}), (in_place_with_the_same_time, FP8)],
+    [
+        pytest.param(by_rename, {}, marks=pytest.mark.soak),
+        pytest.param(by_rename_with_the_same_time, {}, marks=pytest.mark.soak),
+        (in_place_with_the_same_time, {}),
+        (in_place_with_the_same_time, FP8),
+    ],
 )
-def test_a_file_that_is_replaced_before_the_ranks_have_its_model(file_server, models, change, weights):
+def test_file_replaced_before_the_ranks_load_it(file_server, models, change, weights):
     """ComfyUI holds the old model, from a prompt without context parallelism; the ranks get that one."""
     old = latent(file_server, **weights)
     change(models)
@@ -97,7 +102,7 @@ def test_a_file_that_is_replaced_before_the_ranks_have_its_model(file_server, mo
     assert_close(latent(file_server, cp=CP, **weights), new)
 
 
-def test_a_weight_that_a_node_changed_in_place_with_a_weight_dtype(file_server):
+def test_weight_changed_in_place_with_a_weight_dtype(file_server):
     changed = {"model_nodes": [("TestPatch", {"kind": "changed_weight"})], "weight_dtype": "fp8_e5m2"}
     plain, expected = latent(file_server, weight_dtype="fp8_e5m2"), latent(file_server, **changed)
     assert_close(latent(file_server, cp=CP, **changed), expected)
@@ -105,7 +110,7 @@ def test_a_weight_that_a_node_changed_in_place_with_a_weight_dtype(file_server):
 
 
 @pytest.mark.parametrize("placement", ["whole", "sharded"])
-def test_a_file_that_is_cut_off(file_server, models, placement):
+def test_truncated_file(file_server, models, placement):
     """It ends no process: none reads it any more."""
     cp = {**CP, "weights": placement}
     stock = latent(file_server)
@@ -153,7 +158,7 @@ def every(*changes: str) -> list:
 
 
 @pytest.mark.parametrize(("placement", "change"), every("its time put back", "same size", "another size"))
-def test_a_file_that_is_overwritten_while_ranks_use_it(file_server, models, pictures, placement, change):
+def test_file_overwritten_between_prompts(file_server, models, pictures, placement, change):
     """In place, between two prompts: the old content everywhere, until ComfyUI loads the file again."""
     cp = {**CP, "weights": placement}
     assert_close(latent(file_server, cp=cp), pictures[0])
@@ -187,7 +192,7 @@ def merged(models, file_server, merge):
 
 
 @pytest.mark.parametrize("cp", [None, CP], ids=["stock", "ranks"])
-def test_a_file_that_is_overwritten_before_its_model_is_merged(file_server, models, merge, merged, cp):
+def test_file_overwritten_before_a_merge(file_server, models, merge, merged, cp):
     """ComfyUI has the model from a prompt on ranks."""
     latent(file_server, cp=CP)
     in_place(models)
@@ -196,7 +201,7 @@ def test_a_file_that_is_overwritten_before_its_model_is_merged(file_server, mode
     assert_close(latent(file_server, cp=cp, **merge), merged[1])
 
 
-def test_a_file_that_is_overwritten_after_its_model_was_merged(file_server, models, merge):
+def test_file_overwritten_after_a_merge(file_server, models, merge):
     """ComfyUI keeps the merge, and patches it with a LoRA."""
     lora = ("LoraLoaderModelOnly", {"lora_name": "flux_lora.safetensors", "strength_model": 0.7})
     patched = {**merge, "model_nodes": [*merge["model_nodes"], lora]}
@@ -217,6 +222,9 @@ def copied_over(base: Path) -> None:
     shutil.copyfile(base / "other", model_file(base))
 
 
+COPIED = pytest.param("whole", "copied over", marks=pytest.mark.soak)
+
+
 @pytest.fixture(scope="module")
 def long(models, file_server):
     replace(models, "original")
@@ -224,8 +232,8 @@ def long(models, file_server):
     return latent(file_server, **LONG)
 
 
-@pytest.mark.parametrize(("placement", "change"), [*every("same size", "its time put back"), ("whole", "copied over")])
-def test_a_file_that_is_overwritten_in_the_middle_of_a_prompt(file_server, models, pictures, long, placement, change):
+@pytest.mark.parametrize(("placement", "change"), [*every("same size", "its time put back"), COPIED])
+def test_file_overwritten_during_a_prompt(file_server, models, pictures, long, placement, change):
     cp = {**CP, "weights": placement}
     running = file_server.queue(flux_prompt(cp=cp, **LONG))
     file_server.wait_for_step(running)
@@ -238,7 +246,7 @@ def test_a_file_that_is_overwritten_in_the_middle_of_a_prompt(file_server, model
 @pytest.mark.parametrize(
     "placement", [pytest.param(each, marks=() if each in ("whole", "sharded") else pytest.mark.soak) for each in PLACEMENTS]
 )
-def test_ranks_keep_a_file_that_another_one_replaces(file_server, models, placement):
+def test_ranks_keep_a_replaced_file(file_server, models, placement):
     """To the end, also when they read it again for a LoRA."""
     cp, loras = {**CP, "weights": placement}, [("flux_lora", 0.7)]
     expected, patched = latent(file_server), latent(file_server, loras=loras)
@@ -249,7 +257,7 @@ def test_ranks_keep_a_file_that_another_one_replaces(file_server, models, placem
 
 
 @pytest.mark.bits("the same call twice")
-def test_ranks_keep_a_lora_whose_file_is_overwritten(file_server, models):
+def test_ranks_keep_an_overwritten_lora(file_server, models):
     cp = {"cp": CP, "loras": [("flux_lora", 0.7)]}
     before = latent(file_server, **cp)
     with open(models / "loras" / "flux_lora.safetensors", "r+b") as file:

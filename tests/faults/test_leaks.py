@@ -12,7 +12,7 @@ import psutil
 import pytest
 from faults.owner import Owner, OwnerError, namespaces
 from support.faults import SOAK, Stopwatch, note
-from support.processes import ranks
+from support.processes import outside_listeners, ranks
 
 CYCLES = 50 if SOAK else 3
 SHM = Path("/dev/shm")
@@ -59,18 +59,6 @@ def settled(owner, before, timeout=5.0):
     while (now := holdings(owner)) != before and time.monotonic() < deadline:
         time.sleep(0.05)
     return now
-
-
-def outside_listeners(pids):
-    """Sockets of these processes that another machine could connect to."""
-    found = []
-    for pid in pids:
-        with contextlib.suppress(psutil.Error):
-            for connection in psutil.Process(pid).net_connections("inet"):
-                address = connection.laddr.ip.removeprefix("::ffff:")
-                if connection.status == psutil.CONN_LISTEN and not (address.startswith("127.") or address == "::1"):
-                    found.append((pid, connection.laddr))
-    return found
 
 
 def assert_nothing_grew(owner, case, cycle):

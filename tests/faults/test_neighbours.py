@@ -1,4 +1,4 @@
-"""Cases 23 to 25 and 27: other instances, other programs' settings, a bare network, other packs."""
+"""Cases 23 to 25: other instances, other programs' settings, a bare network."""
 
 import contextlib
 import os
@@ -11,8 +11,6 @@ import psutil
 import pytest
 from faults.owner import Owner, namespaces
 from support.faults import SOAK, note
-from support.graphs import flux_prompt
-from support.server import CUSTOM_NODES, ComfyServer
 
 ROUNDS = 20 if SOAK else 2
 
@@ -145,26 +143,3 @@ def test_a_host_without_a_name_and_without_ipv6(tmp_path):
         assert (found["resolves"], found["ipv6"]) == (False, False), found
         owner.ask("start", pool="a", ranks=3)
         assert owner.ask("echo", pool="a", nbytes=1 << 20)["same"]
-
-
-# --- 27 ---------------------------------------------------------------------------------------------------------------
-
-SAY_WHO = """
-import os, sys
-with open({file!r}, "a") as out:
-    out.write(f"{what} {{os.getpid()}}\\n")
-NODE_CLASS_MAPPINGS = {{}}
-"""
-
-
-def test_ranks_run_nothing_of_another_pack(comfyui_path, checkpoints_dir, tmp_path):
-    pack, said = tmp_path / "pack", tmp_path / "said"
-    pack.mkdir()
-    (pack / "prestartup_script.py").write_text(SAY_WHO.format(file=str(said), what="prestartup"))
-    (pack / "__init__.py").write_text(SAY_WHO.format(file=str(said), what="import"))
-    with ComfyServer(comfyui_path, models=checkpoints_dir, custom_nodes={**CUSTOM_NODES, "another-pack": pack}) as server:
-        server.run(flux_prompt(cp={"world_size": 2}), timeout=120).check()
-        assert len(server.worker_pids()) == 2
-        lines = said.read_text().splitlines()
-        note("27 start of the ranks", "runs of another pack's code on ranks", 0, len(lines) - 2)
-        assert lines == [f"prestartup {server.pid}", f"import {server.pid}"]

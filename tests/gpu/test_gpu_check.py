@@ -1,4 +1,4 @@
-"""`make gpu-check`: its runner with sections of a few lines, and a rehearsal of a part of the real ones."""
+"""`make gpu-check`: its runner with sections of a few lines, and in `make soak` a rehearsal of the real ones."""
 
 import json
 import os
@@ -8,7 +8,6 @@ import time
 import psutil
 import pytest
 from support import preloaded
-from support.faults import SOAK
 from support.package import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
@@ -18,9 +17,6 @@ from gpu_sections import GROUPS, SECTIONS  # noqa: E402
 from gpu_sections.section import NEEDS_CARD, WHOLE, anonymous, read  # noqa: E402
 
 SLEEPER = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)"
-LONG = ("gain", "comfy", "vae", "memory", "compiled", "timing", "faults")
-REHEARSED = [name for name in SECTIONS if SOAK or name not in LONG]
-"""`make soak` and `make gpu-check GPU_CHECK_ARGS=--rehearse` have all of them."""
 REPORTS = """
 import sys
 from pathlib import Path
@@ -76,23 +72,25 @@ def test_texts_tell_neither_paths_nor_names(monkeypatch):
 def rehearsal(tmp_path_factory, comfyui_path):
     out, bare = tmp_path_factory.mktemp("rehearsal"), tmp_path_factory.mktemp("bare")
     (bare / "pytest.py").write_text("raise ImportError('a machine with a GPU need not have it')")
-    command = [str(BENCHMARKS / "gpu_check.py"), "--rehearse", "--few", "--sections", *REHEARSED, "--out", str(out)]
+    command = [str(BENCHMARKS / "gpu_check.py"), "--rehearse", "--few", "--sections", *SECTIONS, "--out", str(out)]
     environment = {**os.environ, "COMFYUI_PATH": str(comfyui_path), "PYTHONPATH": str(bare)}
     return out, preloaded.run(command, env=environment, timeout=500)
 
 
+@pytest.mark.soak
 def test_every_section_that_is_rehearsed_reports(rehearsal):
     out, done = rehearsal
     assert done.returncode == 0, done.stdout
     lines = read(out / RESULTS)
     whole = {line["section"]: line["result"] for line in lines if line["check"] == WHOLE}
-    assert whole == dict.fromkeys(REHEARSED, "ok")
-    for name in REHEARSED:
+    assert whole == dict.fromkeys(SECTIONS, "ok")
+    for name in SECTIONS:
         assert [line for line in lines if line["section"] == name and line["check"] != WHOLE]
     assert {line["section"] for line in lines if line["result"] == NEEDS_CARD} == {"nccl"}
     assert (out / TABLE).read_text().startswith("# GPU check")
 
 
+@pytest.mark.soak
 def test_the_report_of_a_rehearsal_holds_no_paths(rehearsal, tmp_path):
     text = json.dumps(read(rehearsal[0] / RESULTS))
     for path in (ROOT, rehearsal[0], os.environ["COMFYUI_PATH"], os.path.expanduser("~/")):

@@ -35,7 +35,7 @@ def taken_back(server, prompt):
 
 
 @pytest.mark.parametrize("served", ["sd15"])
-@pytest.mark.parametrize("when", WHEN)
+@pytest.mark.parametrize("when", [pytest.param(when, marks=() if when == WHEN[1] else pytest.mark.soak) for when in WHEN])
 def test_seamless_pictures(served, when, server):
     """Circular padding of every convolution."""
     make = partial(of(served), steps=3)
@@ -50,8 +50,14 @@ def test_seamless_pictures(served, when, server):
     assert server.worker_pids() == pids
 
 
-@pytest.mark.parametrize(("name", "mode"), [("kl", "auto"), ("kl", "tiles"), ("wan", "auto"), ("taesd", "tiles")])
-@pytest.mark.parametrize("when", WHEN[:2])
+VAE_CASES = [
+    pytest.param(name, mode, when, marks=() if (number + turn) % 2 else pytest.mark.soak)
+    for number, (name, mode) in enumerate((("kl", "auto"), ("kl", "tiles"), ("wan", "auto"), ("taesd", "tiles")))
+    for turn, when in enumerate(WHEN[:2])
+]
+
+
+@pytest.mark.parametrize(("name", "mode", "when"), VAE_CASES)
 def test_seamless_pictures_of_a_vae(name, mode, when, server):
     """Rows that ranks share end at the picture's other end."""
 
@@ -101,8 +107,15 @@ def test_a_model_that_a_removed_node_has_changed(served, server):
         server.run(UNDO).check()
 
 
-@pytest.mark.parametrize("weights", ["whole", "sharded"])
-@pytest.mark.parametrize("served", ["flux", "sd15"])
+@pytest.mark.parametrize(
+    ("served", "weights"),
+    [
+        ("flux", "whole"),
+        ("sd15", "sharded"),
+        pytest.param("flux", "sharded", marks=pytest.mark.soak),
+        pytest.param("sd15", "whole", marks=pytest.mark.soak),
+    ],
+)
 def test_a_weight_between_two_prompts(served, weights, server):
     make = of(served)
     cp = {**CP, "weights": weights}

@@ -27,7 +27,10 @@ def run(pool_server, **settings):
     return pool_server.latent(result), result.report["compiled"]
 
 
-INDUCTOR = {"after_apply": [("TorchCompileModel", {"backend": "inductor"})]}
+BACKENDS = [
+    pytest.param(("TestPatch", {"kind": "compile_aot"}), id="aot_eager"),
+    pytest.param(("TorchCompileModel", {"backend": "inductor"}), id="inductor", marks=pytest.mark.soak),
+]
 
 
 def test_cancel_while_the_ranks_compile(pool_server, faults):
@@ -42,15 +45,16 @@ def test_cancel_while_the_ranks_compile(pool_server, faults):
     assert time.monotonic() - began < 10
 
 
-def test_the_node_of_comfyui_in_front_of_the_sampler(pool_server, stock):
-    """Compiled by inductor in the first step; once more for another length of the text, and never again."""
-    out, first = run(pool_server, cp=CP, **INDUCTOR)
+@pytest.mark.parametrize("node", BACKENDS)
+def test_a_node_in_front_of_the_sampler(node, pool_server, stock):
+    """Compiled in the first step; once more for another length of the text, and never again."""
+    out, first = run(pool_server, cp=CP, after_apply=[node])
     same(out, stock)
     assert first["kinds"] == {"WanAttentionBlock": 2}
     assert (first["left"], first["breaks"]) == ({}, 0)
     pids = pool_server.worker_pids()
     for tokens in (13, 11):
-        out, later = run(pool_server, tokens=tokens, cp=CP, **INDUCTOR)
+        out, later = run(pool_server, tokens=tokens, cp=CP, after_apply=[node])
         same(out, pool_server.sample(wan_prompt(tokens=tokens)))
         assert later == {**first, "graphs": 2 * first["graphs"]}
     assert pool_server.worker_pids() == pids
@@ -80,6 +84,7 @@ def test_a_node_that_names_blocks_and_a_graph_without_it(pool_server, stock):
     assert pool_server.worker_pids() == pids
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("served", ["sdxl"])
 def test_a_unet(served, pool_server, family_checkpoints):
     """What is in its lists of blocks is compiled; its calls share the batch."""

@@ -6,7 +6,6 @@ import pytest
 import torch
 from support.latents import assert_close
 from support.package import ROOT
-from support.server import CUSTOM_NODES, ComfyServer
 
 sys.path.append(str(ROOT / "benchmarks"))
 from digits import graphs, page, reader
@@ -19,12 +18,10 @@ LEAST = 0.9
 
 
 @pytest.fixture(scope="module")
-def draw(comfyui_path, tmp_path_factory):
-    """Draws the pages on a server of its own; returns their latents."""
-    models = tmp_path_factory.mktemp("models")
-    graphs.put_weights(models)
-    with ComfyServer(comfyui_path, models=models, custom_nodes=CUSTOM_NODES | graphs.NODES) as server:
-        yield lambda **settings: server.sample(graphs.pages(*TEXTS, steps=STEPS, **settings), 120)
+def draw(server, checkpoints_dir):
+    """Draws the pages; returns their latents."""
+    graphs.put_weights(checkpoints_dir)
+    return lambda **settings: server.sample(graphs.pages(*TEXTS, steps=STEPS, **settings), 120)
 
 
 @pytest.fixture(scope="module")

@@ -68,7 +68,8 @@ def stock(server, *args, **settings):
 
 
 RUNS = [
-    on_ranks(3, "flux", "sharded", LORAS["flux"]),
+    on_ranks(2, "flux", "sharded", LORAS["flux"]),
+    on_ranks(3, "flux", "sharded", LORAS["flux"], soak=True),
     on_ranks(2, "flux", "offloaded", LORAS["flux"][:1]),
     on_ranks(2, "wan", "auto", LORAS["wan"]),
     on_ranks(2, "flux", "staged", LORAS["flux"]),
@@ -148,7 +149,7 @@ def test_free_while_a_model_is_loaded(gguf_server, faults):
 
 def test_cancel_while_a_model_is_loaded(gguf_server, faults):
     expected = stock(gguf_server, "flux", loras=["flux_lora"])
-    prompt_id = loading(gguf_server, faults, 10)
+    prompt_id = loading(gguf_server, faults, 5)
     gguf_server.interrupt()
     assert gguf_server.wait(prompt_id, 30).status == "interrupted"
     assert_equal(gguf_server.sample(graph("flux", loras=["flux_lora"], cp={"world_size": 2}), timeout=120), expected)

@@ -61,9 +61,12 @@ def test_the_nodes_are_these(info):
 
 
 @pytest.mark.parametrize("node", NODES)
-def test_languages_without_a_page_get_the_english_one(node, server):
-    """The frontend asks for it where it finds none in the language."""
-    assert page_of(server, node) == page_of(server, f"{node}/en")
+def test_every_language_has_a_help_page(node, server, translations):
+    """Under the node's name. The frontend takes the one without a language for all others."""
+    pages = {language: page_of(server, f"{node}/{language}") for language in LANGUAGES}
+    assert page_of(server, node) == pages["en"]
+    for language, page in pages.items():
+        assert page.splitlines()[0] == f"# {translations[language][node]['display_name']}"
 
 
 def test_english_is_what_the_nodes_say(translations, info):

@@ -19,9 +19,16 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("served", SERVED)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("place", ["model_nodes", "after_apply"])
+CASES = [
+    pytest.param(served, kind, place, marks=() if (one + other + turn) % 2 else pytest.mark.soak)
+    for one, served in enumerate(SERVED)
+    for other, kind in enumerate(KINDS)
+    for turn, place in enumerate(("model_nodes", "after_apply"))
+]
+"""Every kind with every model, by turns in one place; the soak has both."""
+
+
+@pytest.mark.parametrize(("served", "kind", "place"), CASES)
 def test_modules_never_compute_here(kind, served, place, server):
     make = partial(family_prompt, families.served()[served][1], steps=2)
     patched = {place: [("TestPatch", {"kind": kind})]}

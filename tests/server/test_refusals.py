@@ -71,15 +71,6 @@ def test_other_branches_run_beside_bad_settings(off_server):
     assert list(result.outputs) == ["good"]
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"world_size": -1}, {"world_size": 10**9}, {"step_timeout": -5.0}, {"rotate_method": "none"}, {"world_size": "many"}],
-)
-def test_settings_that_the_queue_rejects(settings, off_server):
-    with pytest.raises(PromptRejected):
-        off_server.queue(flux_prompt(cp=settings))
-
-
 INSIDE = {
     "attn1_patch": "patches: attn1_patch",
     "attn1_output_patch": "patches: attn1_output_patch",
@@ -106,15 +97,27 @@ def test_patches_inside_the_transformer_are_refused_or_run_on_a_single_device(ki
     assert "single device" in off_server.log_text()
 
 
+REFUSED = [
+    (flux_prompt, "multigpu", "MultiGPU CFG Split"),
+    (flux_prompt, "on_load", "runs code whenever the model is loaded"),
+    (partial(wan_prompt, ckpt="wan_i2v"), "chosen_attention", "the model file chooses attention_of_a_pack for blocks.0.self_attn"),
+    (wan_prompt, "attn2_patch", "patches: attn2_patch"),
+]
+COMPILING = [
+    (flux_prompt, "compile_option", "do not take option cpp.cxx='/tmp/evil'"),
+    (flux_prompt, "compile_alone", "compiles the model in a way of its own"),
+    (flux_prompt, ("TorchCompileModel", {"backend": "cudagraphs"}), "backend cudagraphs records what a device does"),
+]
+"""Nodes that may stand behind Apply Context Parallel, too."""
+
+
 @pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        ("multigpu", "MultiGPU CFG Split"),
-        ("on_load", "runs code whenever the model is loaded"),
-    ],
+    ("place", "make", "node", "words"),
+    [*(("model_nodes", *case) for case in (*REFUSED, *COMPILING)), *(("after_apply", *case) for case in COMPILING)],
 )
-def test_models_that_the_workers_cannot_have(kind, words, off_server):
-    off_server.fails(flux_prompt(cp={"world_size": 2}, model_nodes=[("TestPatch", {"kind": kind})]), words)
+def test_a_node_is_refused_by_its_effect(place, make, node, words, off_server):
+    node = ("TestPatch", {"kind": node}) if isinstance(node, str) else node
+    off_server.fails(make(cp={"world_size": 2}, **{place: [node]}), words)
 
 
 @pytest.mark.bits("the stock path twice")
@@ -137,17 +140,6 @@ def test_classes_that_a_pack_changed(server):
     assert (server.sample(wan_prompt()) == before).all()
 
 
-MODULES = {
-    "chosen_attention": ("wan_i2v", "the model file chooses attention_of_a_pack for blocks.0.self_attn of WanModel"),
-}
-
-
-@pytest.mark.parametrize("kind", MODULES)
-def test_modules_that_the_ranks_would_not_have(kind, off_server):
-    ckpt, words = MODULES[kind]
-    off_server.fails(wan_prompt(ckpt=ckpt, cp={"world_size": 2}, model_nodes=[("TestPatch", {"kind": kind})]), words)
-
-
 def test_a_layer_of_a_class_that_a_node_made(server):
     """Ranks make the class from its body."""
     nodes = {"ckpt": "wan_t2v_low", "model_nodes": [("TestPatch", {"kind": "module"})]}
@@ -156,20 +148,6 @@ def test_a_layer_of_a_class_that_a_node_made(server):
     server.free_first()
     assert_close(server.sample(wan_prompt(cp={"world_size": 2}, **nodes)), expected)
     server.free_first()
-
-
-COMPILING = {
-    "cudagraphs": ("TorchCompileModel", {"backend": "cudagraphs"}, "backend cudagraphs records what a device does"),
-    "an option that names a file": ("TestPatch", {"kind": "compile_option"}, "do not take option cpp.cxx='/tmp/evil'"),
-    "in a way of its own": ("TestPatch", {"kind": "compile_alone"}, "compiles the model in a way of its own"),
-}
-
-
-@pytest.mark.parametrize("case", COMPILING)
-@pytest.mark.parametrize("place", ["model_nodes", "after_apply"])
-def test_torch_compile_that_the_ranks_cannot_repeat(place, case, off_server):
-    node, inputs, words = COMPILING[case]
-    off_server.fails(flux_prompt(cp={"world_size": 2}, **{place: [(node, inputs)]}), words, "on_unsupported")
 
 
 HOOKS = {
@@ -191,7 +169,7 @@ WHOLE_MODELS = {
 
 @pytest.mark.bits("the stock path")
 @pytest.mark.parametrize("name", WHOLE_MODELS)
-def test_what_is_refused_runs_on_a_single_device_when_asked(name, off_server):
+def test_a_single_device_runs_refused_graphs(name, off_server):
     case, words = WHOLE_MODELS[name]
 
     def prompt(case=case, **settings):
@@ -207,13 +185,13 @@ def test_what_is_refused_runs_on_a_single_device_when_asked(name, off_server):
     "kind", ["model_function_wrapper", "diffusion_model_wrapper", "apply_model_wrapper", "post_cfg", "unknown_option"]
 )
 @pytest.mark.parametrize("place", ["model_nodes", "after_apply"])
-def test_what_acts_above_the_denoise_call_works(kind, place, server):
+def test_wrappers_around_the_denoise_call_work(kind, place, server):
     nodes = {place: [("TestPatch", {"kind": kind})]}
     expected = server.sample_once(flux_prompt(**nodes))
     assert_close(server.sample(flux_prompt(cp={"world_size": 2}, **nodes)), expected)
 
 
-def test_controlnet_for_a_family_without_residuals(server):
+def test_a_controlnet_for_a_family_without_residuals(server):
     words = ("a ControlNet gave residuals of kind input and output, and Wan takes none", "Remove the ControlNet")
     server.fails(wan_prompt(control={}, cp={"world_size": 2}), *words)
     expected = server.sample(wan_prompt(control={}))
@@ -232,14 +210,9 @@ def test_uneven_shapes_are_refused_when_ulysses_anything_is_off(server):
     assert server.worker_pids() == pids  # an error on every rank costs no restart
 
 
-def test_model_patches_of_wan(off_server):
-    prompt = wan_prompt(cp={"world_size": 2}, model_nodes=[("TestPatch", {"kind": "attn2_patch"})])
-    off_server.fails(prompt, "patches: attn2_patch")
-
-
 @pytest.mark.parametrize("kind", ["alone", "inside", "set", "bytes", "number"])
 @pytest.mark.parametrize("place", ["model_nodes", "after_apply"])
-def test_options_that_no_forward_reads(kind, place, server):
+def test_unread_options_are_ignored(kind, place, server):
     """Stock takes no notice of them either."""
     nodes = {place: [("TestOptions", {"kind": kind, "read": False})]}
     assert_close(server.sample(flux_prompt(cp={"world_size": 2}, **nodes)), server.sample_once(flux_prompt()))
@@ -247,7 +220,7 @@ def test_options_that_no_forward_reads(kind, place, server):
 
 @pytest.mark.parametrize("kind", ["alone", "inside"])
 @pytest.mark.parametrize("place", ["model_nodes", "after_apply"])
-def test_options_that_a_forward_reads_and_no_message_carries(kind, place, server):
+def test_unsendable_options_are_refused_when_read(kind, place, server):
     """A rank finds out. It goes on with the next prompt; and one device computes with them."""
     nodes = {place: [("TestOptions", {"kind": kind, "read": True})]}
     words = ("transformer_options['rope_options']", "which cannot be sent", "on_unsupported")
@@ -260,7 +233,7 @@ def test_options_that_a_forward_reads_and_no_message_carries(kind, place, server
     assert_close(server.sample(flux_prompt(cp=SINGLE, **nodes)), expected)
 
 
-def test_conditions_that_no_message_carries(server):
+def test_unsendable_conditions_are_refused(server):
     """An argument of the forward, which reads it or not: it is refused before the ranks see the call."""
     nodes = {"model_nodes": [("TestPatch", {"kind": "object_argument"})]}
     server.fails(flux_prompt(cp={"world_size": 2}, **nodes), "['own'] is a builtins.object, which cannot be sent", "on_unsupported")

@@ -1,9 +1,7 @@
 """What a run tells about itself: the report of CP Sampler, CP Report, and the events of the status panel."""
 
 import json
-import os
 import re
-import signal
 import time
 from urllib.error import HTTPError
 
@@ -36,20 +34,6 @@ def picture(server, report):
     }
     result = server.run(prompt).check()
     return result.outputs["text"]["text"][0], result.outputs["shown"]
-
-
-def test_time_of_every_rank_adds_up(server):
-    _, report = sampled(server, **CP)
-    times = [rank["seconds"] for rank in report["ranks"]]
-    assert all(set(time) == {"compute", "communication", "wait"} and min(time.values()) >= 0 for time in times)
-    assert all(time["compute"] > 0 for time in times)
-    assert times[0]["communication"] == times[1]["communication"] > 0
-    totals = [sum(time.values()) for time in times]
-    assert totals[0] == pytest.approx(totals[1], abs=3e-4)  # each part is rounded
-    assert max(totals) <= report["seconds_per_call"] + 3e-4
-    # What rank 0 spent in collectives is the link's share of it, and part of its waiting.
-    inside = times[0]["compute"] * report["communication_share"] / (1 - report["communication_share"])
-    assert times[0]["communication"] - 1e-3 <= inside <= times[0]["communication"] + times[0]["wait"] + 1e-3
 
 
 @pytest.mark.parametrize("served", ["sd3", "ace_step"])
@@ -94,14 +78,13 @@ def test_single_device_runs_are_measured(server):
 
 REPORT = {
     "speed_parts": {"cases": ["compared"], "times": "1.8", "unit": "device", "obstacle": ""},
-    "world_size": 2, "at_work": 2, "weights": None, "choice": None,
-    "devices": ["cpu", "cpu"], "degrees": {"ulysses": 2, "ring": 1, "batch": 1}, "family": "Flux",
-    "steps": 4, "calls": 4, "seconds": 5.0, "seconds_per_step": 1.25, "seconds_per_call": 1.2,
-    "seconds_per_call_on_one_device": 2.16, "speedup": 1.8, "communication_share": 0.25,
+    "world_size": 2, "at_work": 2, "weights": None, "choice": None, "degrees": {"ulysses": 2, "ring": 1, "batch": 1},
+    "family": "Flux", "seconds_per_step": 1.25, "seconds_per_call": 1.2, "seconds_per_call_on_one_device": 2.16,
+    "communication_share": 0.25,
     "ranks": [
-        {"rank": 0, "pid": 1, "device": "cpu", "tokens": {"img": 8}, "host_memory": 3 << 29, "device_memory": 0,
+        {"rank": 0, "device": "cpu", "tokens": {"img": 8}, "host_memory": 3 << 29, "device_memory": 0,
          "seconds": {"compute": 0.75, "communication": 0.25, "wait": 0.0}},
-        {"rank": 1, "pid": 2, "device": "cpu", "tokens": {"img": 8}, "host_memory": 3 << 29, "device_memory": 1 << 30,
+        {"rank": 1, "device": "cpu", "tokens": {"img": 8}, "host_memory": 3 << 29, "device_memory": 1 << 30,
          "seconds": {"compute": 0.25, "communication": 0.25, "wait": 0.5}},
     ],
 }  # fmt: skip
@@ -249,22 +232,15 @@ def test_speedup_is_known_after_a_run_on_one_device(fresh_server):
         if report["speedup"] is not None:
             break
         assert "the comparison was disturbed" in report["speed"]
-    one = report["seconds_per_call_on_one_device"]
-    assert one == alone["seconds_per_call"] or len(tried) > 1
-    assert report["speedup"] == pytest.approx(one / report["seconds_per_call"], abs=0.02)
-    # One figure everywhere.
-    summary, _ = picture(server, text)
-    assert summary.splitlines()[0] == report["speed"]
+    assert report["seconds_per_call_on_one_device"] == alone["seconds_per_call"] or len(tried) > 1
+    # One result everywhere: `tests/unit/test_journal.py` has its words and figures.
+    assert re.match(r"4 steps in \S+ s instead of about \S+ s: \d+\.\d × as fast as one process", report["speed"])
+    assert picture(server, text)[0].splitlines()[0] == report["speed"]
     status = server.status()
     speed, call = status["speed"], status["last_call"]
-    assert speed["words"] == report["speed"]
-    assert re.match(r"4 steps in \S+ s instead of about \S+ s: \d+\.\d × as fast as one process", speed["words"])
-    assert f": {report['speedup']:.1f} × " in speed["words"] or abs(report["speedup"] * 10 % 1 - 0.5) < 0.06  # rounded twice
-    assert speed["times"] == pytest.approx(report["speedup"], abs=0.005)
-    assert speed["seconds_per_call_on_one_device"] == pytest.approx(one, abs=1e-4)
-    assert speed["seconds_per_call"] == pytest.approx(report["seconds_per_call"], abs=1e-4)
-    assert call["waiting_share"] == pytest.approx(report["communication_share"], abs=1e-4)
-    assert call["degrees"] == {"ulysses": 2, "ring": 1, "batch": 1}
+    assert (speed["words"], speed["parts"]) == (report["speed"], report["speed_parts"])
+    assert (round(speed["times"], 2), round(speed["seconds_per_call"], 4)) == (report["speedup"], report["seconds_per_call"])
+    assert (call["degrees"], round(call["waiting_share"], 4)) == (report["degrees"], report["communication_share"])
     shown = f"{speed['words']} · {speed['seconds_per_call']:.3g} s per call · 2 ranks (ulysses 2)"
     server.wait_event(lambda event: event.type == "text" and event.data == ("sampler", shown))
 
@@ -284,12 +260,3 @@ def test_text_goes_to_the_client_that_queued(fresh_server):
                 state = message["data"]["state"]
     finally:
         other.close()
-
-
-def test_a_rank_that_dies_unused_is_an_event(fresh_server):
-    fresh_server.run(flux_prompt(cp=CP)).check()
-    pids = fresh_server.worker_pids()
-    since = time.monotonic()
-    os.kill(pids[1], signal.SIGKILL)
-    event = fresh_server.wait_event(lambda event: event.type == STATUS and event.data["state"] == "failed", 3 * SLACK, since=since)
-    assert [rank["state"] for rank in event.data["ranks"]] == ["idle", "gone"]

@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -132,3 +133,15 @@ def pss_where(pid: int, wanted: Callable[[str], bool]) -> int:
         elif first == "Pss:" and counts:
             total += 1024 * int(rest[0])
     return total
+
+
+def outside_listeners(pids: Iterable[int]) -> list[tuple[int, Any]]:
+    """Sockets of these processes that another machine could connect to."""
+    found: list[tuple[int, Any]] = []
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            for connection in psutil.Process(pid).net_connections("inet"):
+                address = connection.laddr.ip.removeprefix("::ffff:")
+                if connection.status == psutil.CONN_LISTEN and not (address.startswith("127.") or address == "::1"):
+                    found.append((pid, connection.laddr))
+    return found

@@ -1,14 +1,10 @@
-"""Rank script, one process: checks every plan against a tiny model of its class.
-
-It reports the errors, the families in which Torch Compile leaves blocks as they are, and what SenseNova computes before sampling.
-"""
+"""Rank script, one process: checks every plan against a tiny model of its class, and what SenseNova computes before sampling."""
 
 from support import families
 from support.models import build
 from support.ranks import finish, report, start
 
 from cp_runtime.comfy.ui.interception import LocalTexts, intercept
-from cp_runtime.engine.compiled import CompiledBlocks, CompileSettings
 from cp_runtime.errors import PlanError, UnsupportedError
 from cp_runtime.families import plan_for
 
@@ -23,18 +19,13 @@ def error_of(model):
     return None
 
 
-errors, left = {}, set()
+errors = {}
 for family in families.NAMES:
     for name, spec in families.load(family).MODELS.items():
-        model = build(spec)
-        errors[f"{family}/{name}"] = error_of(model)
-        real = families.exists(spec.since)
-        if real and errors[f"{family}/{name}"] is None and CompiledBlocks(model, plan_for(model), CompileSettings()).left:
-            left.add(plan_for(model).family)
+        errors[f"{family}/{name}"] = error_of(build(spec))
 model = build(families.load("sensenova").MODELS["sensenova"])
 owner = type("Patcher", (), {"model": model})()  # held weakly
 intercept(owner, model)
 errors["prepared before sampling"] = [name for name, value in vars(model).items() if isinstance(value, LocalTexts)]
-errors["blocks that are not compiled"] = sorted(left)
 report(**errors)
 finish()

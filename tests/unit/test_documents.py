@@ -1,4 +1,4 @@
-"""Links of the documents lead somewhere, anchors included, also in what the registry ships (.comfyignore)."""
+"""Links of the documents lead somewhere, anchors included, also in what the registry ships (.comfyignore), and they stay short."""
 
 import ast
 import re
@@ -10,6 +10,7 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+MOST_WORDS = 30_000
 LEFT_OUT = tuple(line for line in (CHECKOUT / ".comfyignore").read_text().splitlines() if line and not line.startswith("#"))
 
 
@@ -95,3 +96,8 @@ def lost_references(text: str) -> list[str]:
 @pytest.mark.parametrize("document", documents())
 def test_references_to_code(document):
     assert lost_references((CHECKOUT / document).read_text()) == []
+
+
+def test_the_documents_stay_short():
+    counted = [path for path in documents() if path in ("README.md", "CONTRIBUTING.md") or path.startswith("docs/")]
+    assert sum(len((CHECKOUT / path).read_text().split()) for path in counted) <= MOST_WORDS

@@ -1,13 +1,15 @@
-"""What the status and reports are made of: sums instead of lists, and messages that anyone may read."""
+"""What displays read: the result of a run, its comparison with one device, and messages that anyone may read."""
 
+import json
 import math
+import re
 from dataclasses import replace
 
 import pytest
 from support.reports import call_report
 
 from cp_runtime.controller.journal import Journal, public_message
-from cp_runtime.controller.run_stats import CallRecord, RunStats, Speed, time_by_rank
+from cp_runtime.controller.run_stats import CallRecord, Node, RunResult, RunStats, time_by_rank
 from cp_runtime.errors import MirrorError, PoolTimeout, RankError
 from cp_runtime.timing.times import Times
 
@@ -17,45 +19,93 @@ def record(*ranks):
     reports = [
         call_report(s, c, sent=10, idle=not s, at_work=len(ranks), predicted_seconds=c / 2, predicted_bytes=8) for s, c in ranks
     ]
-    return CallRecord(seconds=1.0, reports=reports, pids=list(range(len(ranks))), node=None)
+    return CallRecord(seconds=1.0, reports=reports, pids=list(range(len(ranks))))
+
+
+TWO = record((2.0, 1.0), (2.0, 1.0))
 
 
 def test_the_first_call_counts_only_while_it_is_alone():
-    sums = RunStats(None)
-    sums.add(record((9.0, 5.0), (9.0, 4.0)))
-    assert (sums.count, sums.waiting_share) == (1, 5 / 9)
+    run = RunStats(None)
+    run.add(record((9.0, 5.0), (9.0, 4.0)))
+    assert (run.count, run.result.waiting_share) == (1, 5 / 9)
     for _ in range(3):
-        sums.add(record((2.0, 1.0), (1.5, 0.5)))
-    assert sums.count == 3
-    assert sums.waiting_share == 0.5
-    assert sums.rank_0["communication_bytes"] == 30
-    assert sums.times == [{"compute": 3.0, "communication": 1.5, "wait": 1.5}, {"compute": 3.0, "communication": 1.5, "wait": 1.5}]
+        run.add(record((2.0, 1.0), (1.5, 0.5)))
+    assert (run.count, run.result.waiting_share, run.result.mean["communication_bytes"]) == (3, 0.5, 10)
+    assert run.result.by_rank == [{"compute": 1.0, "communication": 0.5, "wait": 0.5}] * 2
+    run.add(record((4.0, 1.0), (4.0, 1.0), (4.0, 1.0)))  # other ranks
+    assert (run.count, len(run.result.by_rank), run.result.mean["seconds"]) == (1, 3, 4.0)
 
 
 def test_a_rank_that_idles_waits_and_says_nothing_about_the_link():
-    (_, idle, _) = times = time_by_rank(record((2.0, 1.0), (0.0, 0.0), (2.0, 0.75)).reports)
-    assert idle == {"compute": 0.0, "communication": 0.0, "wait": 2.0}
-    assert times[0] == {"compute": 1.0, "communication": 0.75, "wait": 0.25}
+    assert time_by_rank(record((2.0, 1.0), (0.0, 0.0), (2.0, 0.75)).reports) == [
+        {"compute": 1.0, "communication": 0.75, "wait": 0.25},
+        {"compute": 0.0, "communication": 0.0, "wait": 2.0},
+        {"compute": 1.25, "communication": 0.75, "wait": 0.0},
+    ]
 
 
-def test_other_ranks_begin_new_sums():
-    sums = RunStats(None)
-    for _ in range(3):
-        sums.add(record((2.0, 1.0), (2.0, 1.0)))
-    sums.add(record((4.0, 1.0), (4.0, 1.0), (4.0, 1.0)))
-    assert (sums.count, len(sums.times), sums.rank_0["seconds"]) == (1, 3, 4.0)
+# --- words, parts and JSON of a result ----------------------------------------------------------------------------------------
+
+
+def result(words, times=None, alone=(), ranks=2, per_call=1.0, **more):
+    return pytest.param(RunResult(ranks=ranks, per_call=per_call, alone=alone, **more), times, words, id=words)
+
+
+ENDED = {"steps": 20, "calls": 20, "per_call": 0.45}
+DISTURBED = "the comparison was disturbed, measure again"
+
+
+@pytest.mark.parametrize(
+    ("result", "times", "words"),
+    [
+        result("1.9 × as fast as one device", 1.87, [1.87]),
+        result("0.9 × as fast as one device", 0.926, [0.926]),
+        result("on one device", None, [1.0], ranks=1),
+        result("known after two calls", None, [1.0], per_call=None),
+        result("not compared with one device yet", per_call=None),
+        result("not compared with one device: it has too little memory", obstacle="memory"),
+        result("2.0 × as fast as one process", 2.004, [2.004], unit="process"),
+        result("2.0 × as fast as one GPU", 2.004, [2.004], unit="gpu"),
+        result("2.2 × as fast as one process", 2.2, [2.2], unit="process"),  # its attention is slower
+        result(f"not compared with one GPU: {DISTURBED}", None, [2.2], unit="gpu"),
+        result("20 steps in 9 s instead of about 17 s: 1.9 × as fast as one GPU", 1.9, [0.855], unit="gpu", **ENDED),
+        result(
+            "20 steps in 20 s instead of about 37 s: 1.9 × as fast as one GPU (1.8 to 1.9 in 2 measurements)",
+            1.85, [0.9, 0.95, 5.0], per_call=0.5, unit="gpu", steps=20, calls=40,
+        ),
+        result("3.0 × as fast as one device", 3.0, [1.5], per_call=0.5, limit=3.0),  # that one is the slow one
+        result("8 steps in 8 s: not compared with one device yet (7 of 8 calls approximate)", steps=8, calls=8, patched=7),
+        result(f"8 steps in 3.2 s: not compared with one device: {DISTURBED}", None, [3.0], per_call=0.4, steps=8, calls=8),
+        result("1.4 × as fast as one device, which gets its weights from the others, too", 1.4, [0.7], per_call=0.5, fetched=True),
+        result("20 steps in 9 s: not compared with one device yet", **ENDED),
+        result("20 steps in 9 s: on one GPU", ranks=1, unit="gpu", **ENDED),
+    ],
+)  # fmt: skip
+def test_one_result_in_words_and_figures(result, times, words):
+    assert result.words == words
+    shown, parts = result.described, result.parts
+    assert json.loads(json.dumps(shown)) == {**shown, "words": words, "parts": parts}
+    assert shown["times"] == pytest.approx(times)
+    assert shown["seconds_per_call"] == result.per_call
+    assert ("times" in parts, "steps" in parts) == (times is not None, result.steps > 0 and result.per_call is not None)
+    if times is not None:
+        assert shown["seconds_per_call_on_one_device"] == pytest.approx(times * result.per_call)
+        assert parts["times"] == f"{times:.1f}" == re.search(r"(\d+\.\d) ×", words)[1]
 
 
 # --- one device against several --------------------------------------------------------------------------------------------
 
 
-def a_run(key="flux", calls=3):
-    """A timer whose calls have ended, of a run on one device called "cpu"."""
-    timer = RunStats(key, "cpu")
-    for _ in range(calls):
-        timer.enter({})
-        timer.leave()
-    return timer
+def a_run(key="flux", *records):
+    """A run on one device called "cpu", or the calls on ranks; it has ended."""
+    run = RunStats(key, "cpu")
+    for _ in range(3):
+        run.enter({})
+        run.leave()
+    for each in records:
+        run.add(each)
+    return run
 
 
 @pytest.fixture
@@ -68,6 +118,13 @@ def journal(file):
     return Journal(Times(file))
 
 
+def kept(file, run):
+    """What another process knows of one device, for such a run."""
+    journal = Journal(Times(file))
+    journal.run = run
+    return journal.result.alone
+
+
 def on_one_rank(journal, seconds):
     """What a call of the run took on one rank, which `Workers` notes."""
     journal.run.one_rank = "one rank"
@@ -75,154 +132,81 @@ def on_one_rank(journal, seconds):
 
 
 def test_times_on_one_device_are_kept_by_kind_and_device_for_another_process(journal, file):
-    assert journal.speed is None
+    assert journal.result is None
+    journal.run = a_run("flux", TWO)  # no run on one device
+    journal.end_run()
+    assert (journal.result.on_one_device, journal.result.case) == (None, "not_measured")
     journal.run = a_run()
     journal.end_run()
-    alone = journal.speed.on_one_device
-    assert alone == journal.run.per_call > 0
-    assert journal.speed.words == "on one device"
-
-    again = Journal(Times(file))
-    again.run = a_run()
-    assert again.alone == pytest.approx((alone,), rel=1e-5)
-    for other in (a_run("wan"), RunStats("flux", "cuda"), RunStats(None, "cpu")):
-        if not other.calls:
-            other.enter({})
-        again.run = other
-        assert again.alone == ()
+    assert (journal.result.on_one_device, journal.result.case) == (journal.run.result.per_call, "one_device")
+    assert kept(file, a_run()) == pytest.approx((journal.result.per_call,), rel=1e-5)
+    other = a_run()
+    other.machine = "cuda"
+    assert kept(file, a_run("wan")) == kept(file, other) == kept(file, a_run(None)) == ()
 
 
 def test_a_prompt_without_the_pack_clears_the_run_before_it_alone(journal):
     before = journal.run = RunStats("k")
     journal.bypassed(before)
-    assert journal.run is not before
-    later = journal.run = RunStats("k")
+    later = journal.run
+    assert later is not before
     journal.bypassed(before)
     assert journal.run is later
-
-
-def test_a_run_of_the_ranks_is_no_run_on_one_device(journal):
-    journal.run = a_run()
-    journal.run.add(record((2.0, 1.0), (2.0, 1.0)))
-    journal.end_run()
-    assert journal.speed.on_one_device is None
-    assert journal.speed.words == "not compared with one device yet"
 
 
 def test_the_repetition_of_a_call_is_no_part_of_its_run(journal, file, monkeypatch):
     now = 0.0
     monkeypatch.setattr("cp_runtime.controller.run_stats.time.monotonic", lambda: now)
-    timer = journal.run = RunStats("flux", "cpu")
+    run = journal.run = RunStats("flux", "cpu")
     journal.measure()
     for ranks, repeated in ((9.0, 0.0), (2.0, 6.0), (2.0, 0.0), (2.0, 0.0)):
-        timer.enter({})
+        run.enter({})
         now += ranks + repeated
-        journal.run.add(record((ranks, 0.1), (ranks, 0.1)))
+        run.add(record((ranks, 0.1), (ranks, 0.1)))
         if repeated:
-            on_one_rank(journal, repeated + timer.between)
+            on_one_rank(journal, repeated + run.between)
             journal.measured()
-        timer.inside(ranks + repeated, repeated)
-        timer.leave()
+        run.inside(ranks + repeated, repeated)
+        run.leave()
         now += 0.5  # the sampler
     assert not journal.measuring
-    assert timer.per_call == pytest.approx((3 * 2.0 + 2 * 0.5) / 3)
-    assert (journal.alone, journal.speed.on_one_device) == ((6.5,), None)
-    assert journal.speed.words == "not compared with one device: the comparison was disturbed, measure again"
+    assert journal.result.per_call == pytest.approx((3 * 2.0 + 2 * 0.5) / 3)
+    assert (journal.result.alone, journal.result.case) == ((6.5,), "disturbed")
     assert not file.exists()  # none is written between calls
     journal.end_run()
-    again = Journal(Times(file))
-    again.run = timer
-    assert again.alone == (6.5,)
+    assert kept(file, run) == (6.5,)
 
 
-@pytest.mark.parametrize("difference", [math.nan, math.inf])
+@pytest.mark.parametrize("difference", [math.nan, math.inf, 0.5])
 def test_a_difference_that_is_no_number_stays_out_of_the_status(journal, difference):
     """JSON has none, so that a panel would get no status at all. As from latents with NaN."""
-    journal.run = a_run("flux")
+    journal.run = a_run()
     journal.measured(difference=difference)
-    assert journal.run.difference is None
+    assert journal.result.described["difference_from_one_device"] == (0.5 if difference == 0.5 else None)
 
 
 def test_what_cannot_be_measured_says_why_until_another_kind_runs(journal):
-    for key in ("flux", "wan"):
-        journal.run = a_run(key)
-        journal.run.add(record((2.0, 1.0), (2.0, 1.0)))
-        if key == "flux":
-            journal.measure()
-            journal.measured("memory")
-            assert journal.speed.words == "not compared with one device: it has too little memory"
-    assert journal.speed.words == "not compared with one device yet"
+    journal.run = a_run("flux", TWO)
+    journal.measure()
+    journal.measured("memory")
+    assert journal.result.obstacle == "memory"
+    journal.run = a_run("wan", TWO)
+    assert journal.result.obstacle == ""
 
 
-@pytest.mark.parametrize(
-    ("speed", "words"),
-    [
-        (Speed(ranks=2, per_call=1.0, alone=[1.87]), "1.9 × as fast as one device"),
-        (Speed(ranks=2, per_call=1.0, alone=[0.926]), "0.9 × as fast as one device"),
-        (Speed(ranks=1, per_call=1.0, alone=[1.0]), "on one device"),
-        (Speed(ranks=2, per_call=None, alone=[1.0]), "known after two calls"),
-        (Speed(ranks=2, per_call=None), "not compared with one device yet"),
-        (Speed(ranks=2, per_call=1.0, alone=[2.004], unit="process"), "2.0 × as fast as one process"),
-        (Speed(ranks=2, per_call=1.0, alone=[2.004], unit="gpu"), "2.0 × as fast as one GPU"),
-        (Speed(ranks=2, per_call=1.0, alone=[2.2], unit="process"), "2.2 × as fast as one process"),  # its attention is slower
-        (
-            Speed(ranks=2, per_call=1.0, alone=[2.2], unit="gpu"),
-            "not compared with one GPU: the comparison was disturbed, measure again",
-        ),
-        (
-            Speed(ranks=2, per_call=0.45, alone=[0.855], unit="gpu", steps=20, calls=20),
-            "20 steps in 9 s instead of about 17 s: 1.9 × as fast as one GPU",
-        ),
-        (
-            Speed(ranks=2, per_call=0.5, alone=[0.9, 0.95, 5.0], unit="gpu", steps=20, calls=40),
-            "20 steps in 20 s instead of about 37 s: 1.9 × as fast as one GPU (1.8 to 1.9 in 2 measurements)",
-        ),
-        (Speed(ranks=2, per_call=0.5, alone=[1.5], limit=3.0), "3.0 × as fast as one device"),  # that one is the slow one
-        (
-            Speed(ranks=2, per_call=1.0, steps=8, calls=8, patched=7),
-            "8 steps in 8 s: not compared with one device yet (7 of 8 calls approximate)",
-        ),
-        (
-            Speed(ranks=2, per_call=0.4, alone=[3.0], steps=8, calls=8),
-            "8 steps in 3.2 s: not compared with one device: the comparison was disturbed, measure again",
-        ),
-        (
-            Speed(ranks=2, per_call=0.5, alone=[0.7], fetched=True),
-            "1.4 × as fast as one device, which gets its weights from the others, too",
-        ),
-        (Speed(ranks=2, per_call=0.45, steps=20, calls=20), "20 steps in 9 s: not compared with one device yet"),
-        (Speed(ranks=1, per_call=0.45, unit="gpu", steps=20, calls=20), "20 steps in 9 s: on one GPU"),
-    ],
-)
-def test_speed_in_words(speed, words):
-    assert speed.words == words
-
-
-def test_one_that_is_asked_for_begins_anew(journal, file):
-    journal.run = a_run()
-    journal.run.add(record((2.0, 1.0), (2.0, 1.0)))
-    on_one_rank(journal, 2.5)
-    journal.end_run()
-    journal.forget()
-    assert journal.alone == ()
-    on_one_rank(journal, 2.0)
-    journal.end_run()
-    again = Journal(Times(file))
-    again.run = journal.run
-    assert again.alone == (2.0,)
-
-
-def test_what_was_measured_again_and_again_counts_with_its_median(journal, file):
+def test_measurements_count_with_their_median_and_one_that_is_asked_for_begins_anew(journal, file):
     for seconds in (3.0, 2.0, 2.5):
-        journal.run = a_run()
-        journal.run.add(record((2.0, 1.0), (2.0, 1.0)))
+        journal.run = a_run("flux", TWO)
         on_one_rank(journal, seconds)
         journal.measured()
         journal.end_run()
-    assert replace(journal.speed, per_call=2.0).on_one_device == 2.5
-    again = Journal(Times(file))
-    again.run = journal.run
-    assert again.alone == journal.alone == (3.0, 2.0, 2.5)
+    assert replace(journal.result, per_call=2.0).on_one_device == 2.5
+    assert kept(file, journal.run) == journal.result.alone == (3.0, 2.0, 2.5)
+    journal.forget()
+    assert journal.result.alone == ()
+    on_one_rank(journal, 2.0)
+    journal.end_run()
+    assert kept(file, journal.run) == (2.0,)
 
 
 def test_runs_are_measured_by_themselves_once_and_where_that_is_a_small_part_of_them(journal, monkeypatch):
@@ -243,18 +227,20 @@ def test_runs_are_measured_by_themselves_once_and_where_that_is_a_small_part_of_
     on_one_rank(journal, 2.0)
     assert not journal.is_worth_measuring(call)
     journal.run = RunStats("wan", "cpu")
-    journal.run.calls = 1
+    journal.run.begun = 1
     assert not journal.is_worth_measuring(call)
 
 
+# --- errors ------------------------------------------------------------------------------------------------------------------
+
+
 def test_errors_are_kept_when_they_are_over(journal):
-    first, second = (journal.fail(MirrorError(text), None) for text in ("one", "two"))
+    first, second = (journal.fail(MirrorError(text), Node("p", "7", "KSampler")) for text in ("one", "two"))
     journal.run_succeeded()
     assert journal.last_error is None
     assert list(journal.errors) == [second, first]
-
-
-# --- messages ----------------------------------------------------------------------------------------------------------------
+    assert first.described.items() >= {"message": "one", "rank": None, "device": None}.items()
+    assert first.described["node"] == {"id": "7", "type": "KSampler"}
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cp_runtime.controller.run_stats import OBSTACLES, UNITS
+from cp_runtime.controller.run_stats import unit_of
 from cp_runtime.pool.settings import PLACEMENTS, STAGED
 from cp_runtime.words import words_in
 
@@ -74,8 +74,10 @@ def test_what_is_asked_for_is_there_and_nothing_else():
 
 
 def test_what_the_server_names_has_a_text():
-    for group, keys in {"obstacle": OBSTACLES, "unit": UNITS}.items():
-        assert [key for key in keys if f"{group}.{key}" not in TEXTS["en"]] == []
+    controller = (CHECKOUT / "cp_runtime" / "controller" / "controller.py").read_text()
+    obstacles = set(re.findall(r'measured\("(\w+)"', controller))
+    assert {f"obstacle.{key}" for key in obstacles} == {key for key in TEXTS["en"] if key.startswith("obstacle.")}
+    assert {f"unit.{unit_of(kind)}" for kind in ("cuda", "cpu", "npu")} == {key for key in TEXTS["en"] if key.startswith("unit.")}
     assert [placement for placement in (*PLACEMENTS, STAGED) if f"weights.{placement}" not in TEXTS["en"]] == []
 
 

@@ -75,7 +75,7 @@ def test_a_link_is_slow_if_one_device_would_be_faster(seconds, waited, slow):
 
 def test_pipefusion_is_staged():
     reason = choose(config(ranks=4, pipeline=PipelineSettings(stages=2)), DEMAND, None)
-    assert reason == ("staged", "staged, for CP PipeFusion: 64 GB of weights in 2 stages of 34 GB", 0)
+    assert reason == ("staged", "staged, as set: 64 GB of weights in 2 stages of 34 GB", 0)
 
 
 def test_a_call_needs_room_too():

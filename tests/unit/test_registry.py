@@ -1,6 +1,5 @@
-"""The registry of families: every plan fits ComfyUI's class, every plan is tested, and docs/generated/families.md says so."""
+"""Every plan fits ComfyUI's class, every plan is tested, and docs/generated/families.md says so."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ from support.ranks import COMFY, run_ranks
 
 from cp_runtime.families import PLANS
 
-NUMBERS = ["none", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
 SCRIPT = Path(__file__).with_name("plan_ranks.py")
 
 
@@ -28,13 +26,6 @@ MODELS = [(family, model) for family in families.NAMES for model in families.loa
 def test_modules_and_arguments_of_the_plan_exist(family, model, checked):
     error = checked[f"{family}/{model}"]
     assert error is None, f"{error}\nComfyUI changed: update the table in cp_runtime/families, then run its cases in tests/ranks."
-
-
-def test_the_readme_counts_the_families_in_which_blocks_are_not_compiled(checked):
-    text = " ".join((ROOT / "README.md").read_text().split())
-    named = re.search(r"Torch Compile skips some blocks in (\w+) families", text)
-    newer = [plan for plan in PLANS.values() if not families.exists(plan.since)]  # the README is about the newest
-    assert 0 <= NUMBERS.index(named[1]) - len(checked["blocks that are not compiled"]) <= len(newer)
 
 
 def test_a_prefix_is_prepared_with_weights_in_this_process(checked):

@@ -1,5 +1,7 @@
 """Rows of a picture by rank, and what is refused where ranks share them."""
 
+import itertools
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -11,16 +13,16 @@ from cp_runtime.engine.rows.split import SplitRows, Window, mean_and_variance
 from cp_runtime.errors import PlanError
 
 
-@pytest.mark.parametrize(("total", "world", "least"), [(7, 2, 1), (2, 4, 1), (5, 3, 2), (1, 4, 2), (4, 4, 1)])
-def test_every_row_has_one_owner_and_every_rank_has_enough(total, world, least):
-    layout = row_layout(total, world, least)
-    owned = [layout.contributed(rank) for rank in range(world)]
-    assert [row for start, stop in owned for row in range(start, stop)] == list(range(total))
-    for start, stop in (layout.window(rank) for rank in range(world)):
-        assert stop - start >= min(least, total)
-    tokens = row_layout(total, world, least, unit=3)
-    assert sum(tokens.owned_lengths) == 3 * total
-    assert min(tokens.local_lengths) > 0
+def test_every_row_has_one_owner_and_every_rank_has_enough():
+    for total, world, least in itertools.product(range(1, 14), range(1, 7), (1, 2, 3)):
+        layout = row_layout(total, world, least)
+        owned = [layout.contributed(rank) for rank in range(world)]
+        assert [row for start, stop in owned for row in range(start, stop)] == list(range(total))
+        for start, stop in (layout.window(rank) for rank in range(world)):
+            assert stop - start >= min(least, total)
+        tokens = row_layout(total, world, least, unit=3)
+        assert sum(tokens.owned_lengths) == 3 * total
+        assert min(tokens.local_lengths) > 0
 
 
 def test_neighbours_may_be_several_ranks_away():

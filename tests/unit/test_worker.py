@@ -20,7 +20,7 @@ from cp_runtime.pool.messages import CallOutcome, Echo, Shutdown, Value, pack, u
 from cp_runtime.pool.progress import Watch
 from cp_runtime.pool.tensor_cache import CallEncoder, TensorCache, owned
 from cp_runtime.pool.worker import Worker, left_memory
-from cp_runtime.system import system
+from cp_runtime.system.processes import host_bytes
 
 OUTCOME = CallOutcome(degrees={}, at_work=1, room=None)
 
@@ -167,12 +167,12 @@ def test_a_rank_that_is_idle_gives_free_memory_back(block, monkeypatch):
     worker.inbox = SimpleNamespace(get=lambda timeout=None: frames.get(timeout=timeout))
     pieces = [torch.zeros(1000) for _ in range(20_000)]
     in_use, pieces = pieces[-1], None
-    before = system.host_bytes(os.getpid())
+    before = host_bytes(os.getpid())
     timer = threading.Timer(0.3, frames.put, [Frame(pack(Shutdown()))])
     timer.start()
     worker.serve()
     timer.join()
-    assert before - system.host_bytes(os.getpid()) > 10_000 * in_use.nbytes
+    assert before - host_bytes(os.getpid()) > 10_000 * in_use.nbytes
 
 
 def test_memory_that_is_kept_is_the_controllers_and_what_a_rank_writes_there_its_own(block):

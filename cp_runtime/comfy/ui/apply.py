@@ -146,7 +146,7 @@ def timed(patcher: Any) -> Any:
     ) -> Any:
         out = executor(noise, latent, sampler, sigmas, *args, **kwargs)
         if CONTROLLER.journal.run is timer:
-            if timer.last is None:  # ranks are done when they return
+            if timer.result.last is None:  # ranks are done when they return
                 comfy.model_management.synchronize()
             CONTROLLER.journal.end_run(len(sigmas) - 1)
         return out

@@ -15,7 +15,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from ...controller.run_stats import CallRecord, RunStats
+from ...controller.run_stats import CallRecord, RunResult, RunStats
 from ...errors import bad_value
 from ...families import plan_for
 from ...pool.config import RuntimeConfig
@@ -45,61 +45,51 @@ def run_with_report(
     model: Any, config: RuntimeConfig | None, steps: int, sample: Callable[[Any], Any]
 ) -> tuple[Any, dict[str, Any]]:
     """Apply `config` to `model` (or keep its own), run `sample(model)`, return its result and the report."""
-    journal = CONTROLLER.journal
     check_type(model)
     if config is not None:
         model = apply_to_model(model, config)
     if not isinstance(model, ContextParallelPatcher):
         model = timed(model.clone())
-    journal.run = RunStats(None)  # there may be no sampling
+    CONTROLLER.journal.run = RunStats(None)  # there may be no sampling
     began = time.monotonic()
-    result = sample(model)
-    ended = time.monotonic()
-    run, speed = journal.run, journal.speed
-    per_call = run.per_call
+    out = sample(model)
+    seconds = time.monotonic() - began
+    result = CONTROLLER.journal.result or RunResult()
     report = {
         "version": VERSION,
         "world_size": 1,
-        "speed": None if speed is None else speed.words,
-        "speed_parts": None if speed is None else speed.parts,  # for other languages
+        "speed": result.words,
+        "speed_parts": result.parts,  # for other languages
         "steps": steps,
-        "calls": run.calls,
-        "seconds": round(ended - began, 4),
+        "calls": result.calls,
+        "seconds": round(seconds, 4),
         # Both without the first call, which may include loading or warm-up, if there are more.
-        "seconds_per_step": round((ended - began if per_call is None else per_call * run.calls) / steps, 4),
-        "seconds_per_call": _rounded(per_call),
+        "seconds_per_step": round((result.per_call * result.calls if result.per_call else seconds) / steps, 4),
+        "seconds_per_call": _rounded(result.per_call),
     }
-    if isinstance(model, ContextParallelPatcher) and not model.cp_local and run.last is not None and speed is not None:
-        report |= {
-            # Of the same model and sizes on one device: by world_size 1, by choice, or measured.
-            "seconds_per_call_on_one_device": _rounded(speed.on_one_device),
-            "speedup": None if speed.times is None else round(speed.times, 2),
-            **_of_ranks(model, run, run.last),
-        }
-    return result, report
+    if isinstance(model, ContextParallelPatcher) and not model.cp_local and result.last is not None:
+        report |= _of_ranks(model, result, result.last)
+    return out, report
 
 
-def _of_ranks(model: ContextParallelPatcher, run: RunStats, last: CallRecord) -> dict[str, Any]:
-    config, outcome = model.cp_config, last.reports[0].outcome
-    degrees, compiled = outcome.degrees, outcome.compiled
-    mean = {name: total / run.count for name, total in run.rank_0.items()}
+def _of_ranks(model: ContextParallelPatcher, result: RunResult, last: CallRecord) -> dict[str, Any]:
+    config, outcome, mean = model.cp_config, last.reports[0].outcome, result.mean
     return {
         "world_size": config.world_size,
-        "devices": list(config.devices),
-        "degrees": degrees,
+        # Of the same model and sizes on one device: by world_size 1, by choice, or measured.
+        "seconds_per_call_on_one_device": _rounded(result.on_one_device),
+        "speedup": None if result.times is None else round(result.times, 2),
+        "degrees": outcome.degrees,
         "at_work": last.at_work,
         # Of the last call: ranks at work, and the time of the best other number of ranks. None where all had to take part.
         "choice": None if last.choice is None else {**last.choice, "words": words_in(ENGLISH).choice(last.choice)},
         "shares": list(CONTROLLER.workers.pool.shares) if CONTROLLER.workers is not None else [],
-        # Of a result from that on one device, in standard deviations, root mean square; None if unmeasured.
-        "exchange": {"mode": config.sequence.exchange, "difference_from_one_device": run.difference},
-        "rotate_method": config.sequence.rotate_method if degrees["ring"] > 1 else None,
         "family": plan_for(model.model.diffusion_model).family,
-        "weights": _weights(model, last),
-        "pipeline": _pipeline(model.cp_config, run, last),
+        "weights": _weights(model),
+        "pipeline": _pipeline(config, result, last),
         # Of the last call: kinds of compiled blocks, uncompiled ones with reasons, and rank 0's compilations since its start.
-        "compiled": {"kinds": compiled.kinds, "left": compiled.left, **compiled.counts},
-        "communication_share": round(run.waiting_share, 4),
+        "compiled": {"kinds": outcome.compiled.kinds, "left": outcome.compiled.left, **outcome.compiled.counts},
+        "communication_share": round(result.waiting_share, 4),
         # Means, so that they add up. Of rank 0, per call. Predicted by the cost model, for attention alone.
         "communication": {
             "seconds": round(mean["communication_seconds"], 6),
@@ -113,7 +103,7 @@ def _of_ranks(model: ContextParallelPatcher, run: RunStats, last: CallRecord) ->
                 "pid": pid,
                 "device": config.devices[rank],
                 "tokens": report.outcome.tokens,
-                "seconds": {part: round(total / run.count, 4) for part, total in run.times[rank].items()},
+                "seconds": {part: round(seconds, 4) for part, seconds in result.by_rank[rank].items()},
                 "host_memory": report.memory.host,
                 "device_memory": report.memory.device,
             }
@@ -122,23 +112,21 @@ def _of_ranks(model: ContextParallelPatcher, run: RunStats, last: CallRecord) ->
     }
 
 
-def _weights(model: ContextParallelPatcher, last: CallRecord) -> dict[str, Any] | None:
-    """Return the placement of the weights; None if the ranks have been lost since."""
+def _weights(model: ContextParallelPatcher) -> dict[str, Any] | None:
+    """Return the placement of the weights; None after a loss of the ranks."""
     resident = CONTROLLER.resident(notes_of(model.model).key)
     if resident is None:
         return None
     return {
         "placement": resident.choice.placement,
         "reason": resident.choice.reason,
-        "words": words_in(ENGLISH).held(resident.parts),
-        "parts": resident.parts,  # for other languages
+        "parts": resident.parts,  # of the words
         "device_bytes": resident.device_bytes,
-        "bytes_sent": last.reports[0].bytes.get("weights", 0),  # in a call; part of the bytes of communication
     }
 
 
-def _pipeline(config: RuntimeConfig, run: RunStats, last: CallRecord) -> dict[str, Any] | None:
-    """Return how the last call passed through stages, and the number of exact calls in the run; None without stages."""
+def _pipeline(config: RuntimeConfig, result: RunResult, last: CallRecord) -> dict[str, Any] | None:
+    """Return the stages of the last call, and the number of exact calls in the run; None without stages."""
     staged = [report.outcome.staged for report in last.reports if report.outcome.staged is not None]
     if not staged:
         return None
@@ -146,10 +134,9 @@ def _pipeline(config: RuntimeConfig, run: RunStats, last: CallRecord) -> dict[st
     return {
         "stages": settings.stages,
         "patches": settings.patches,
-        "warmup_calls": settings.warmup_calls,
-        "exact_calls": run.done + (run.done < run.calls) - run.patched,
-        "approximate_calls": run.patched,
-        "difference_from_exact": run.difference,  # of the call that Measure repeated
+        "exact_calls": result.calls - result.patched,
+        "approximate_calls": result.patched,
+        "difference_from_exact": result.difference,  # of the call that Measure repeated
         "bubble": round(settings.bubble(staged[0].runs), 4),
         "bytes_sent": [report.bytes.get("send", 0) for report in last.reports],
         "stage_of_rank": [each.stage for each in staged],

@@ -19,7 +19,7 @@ from ...errors import ContextParallelError, bad_value
 from ...words import ENGLISH, Words, words_in
 from .hosts import HOSTS
 from .runtime import CONTROLLER, found_devices, prefer
-from .status import activity, ending, node_text, status
+from .status import ending, snapshot
 
 log = logging.getLogger("context_parallel")
 
@@ -36,12 +36,12 @@ def add_routes(server: Any) -> None:
     routes: web.RouteTableDef = server.routes
 
     async def answer(code: int = 200, **more: Any) -> web.Response:
-        return web.json_response({**more, "status": await asyncio.to_thread(status, server)}, status=code)
+        return web.json_response({**more, "status": (await asyncio.to_thread(snapshot, server)).described}, status=code)
 
     @routes.get("/context_parallel/status")
     async def get_status(_: web.Request) -> web.Response:
-        """Return the state of the workers: see `status`."""
-        return web.json_response(await asyncio.to_thread(status, server))
+        """Return the state of the workers: see `Status`."""
+        return web.json_response((await asyncio.to_thread(snapshot, server)).described)
 
     @routes.post("/context_parallel/restart")
     async def post_restart(_: web.Request) -> web.Response:
@@ -117,7 +117,7 @@ async def _asked(request: web.Request) -> dict[str, Any]:
 
 
 def start_events(server: Any) -> None:
-    """Send the `status` as `EVENT` to every client of ComfyUI's `PromptServer`, and the current activity as text to the waiting
+    """Send the status as `EVENT` to every client of ComfyUI's `PromptServer`, and the current activity as text to the waiting
     node, for the client that queued it. If its prompt fails or is cancelled, the text says so. Without workers, nothing is sent."""
 
     def run() -> None:
@@ -142,7 +142,7 @@ class Events:
 
     def __init__(self, server: Any) -> None:
         self._server = server
-        self._sent = news(status(server))
+        self._sent = news(snapshot(server).described)
         self._user: tuple[Node | None, str | None] = None, None  # the last node that used the pool, and the client that queued it
         self._said: tuple[str, Node | None] = "", None
         self._prompt = ""  # id of the last one that was seen
@@ -150,21 +150,19 @@ class Events:
     def send(self) -> None:
         """Send an event if the status has changed, and texts to the nodes."""
         self._look_at_the_prompt()
-        now = status(self._server)
-        new = news(now)
+        now = snapshot(self._server)
+        plain = now.described
+        new = news(plain)
         if new != self._sent:
             self._sent = new
-            self._server.send_sync(EVENT, now)
-        before, node = self._user, CONTROLLER.journal.node
-        if node not in (None, before[0]):
-            self._user = node, self._server.client_id
+            self._server.send_sync(EVENT, plain)
+        before = self._user
+        if now.node not in (None, before[0]):
+            self._user = now.node, self._server.client_id
         for user, client in (before, self._user):
             # The browser leaves a text unchanged, and accepts no empty one.
-            words = words_for(client)
-            if end := ending(self._server, user):
-                self._say(words.say(end), user, client)
-            else:
-                self._say((user == node and activity(words)) or node_text(words, user), user, client)
+            words, end = words_for(client), ending(self._server, user)
+            self._say(words.say(end) if end else now.text(words, user), user, client)
 
     def _look_at_the_prompt(self) -> None:
         """Clear the status and the text of the last run, once another prompt has begun that samples."""

@@ -1,21 +1,23 @@
-"""Status of the workers, for the status route and the panel. Only reads: it waits for no lock, no rank and no device."""
+"""The status of the workers and of the last run: a snapshot for routes, events and texts under nodes. Taking one waits for no lock,
+no rank and no device."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from ...controller.journal import Failure, Journal
-from ...controller.run_stats import NOT_MEASURED, CallRecord, Node
+from ...controller.journal import Failure
+from ...controller.run_stats import CallRecord, Node, RunResult
 from ...controller.workers import Workers
 from ...pool.progress import SILENT
 from ...pool.worker_pool import WorkerPool
-from ...system import system
+from ...system.processes import host_bytes
 from ...version import VERSION
 from ...words import ENGLISH, Words, words_in
 from .hosts import HOSTS
 from .runtime import CONTROLLER, nothing_to_share
+from .single_device import SingleDeviceReason
 
 LINGER = 1.0
 """Seconds that a state outlasts a command within a prompt. Between two commands the ranks are idle for a moment."""
@@ -27,116 +29,160 @@ UNFINISHED = {"execution_error": "state.failed", "execution_interrupted": "obsta
 """Outcome of an unfinished prompt, a key of its text, by the message in ComfyUI's history."""
 
 
-def status(server: Any) -> dict[str, Any]:
-    """Return the state of the pool and of every rank as plain data: see docs/failures.md. `server`: ComfyUI's `PromptServer`.
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """The workers and the last run at one moment; by default without workers. For the fields not named here see docs/failures.md.
 
-    A rank is "starting", "loading", "computing", "idle", "silent" (no sign of life, see SILENT), "gone" (its process has vanished,
-    but no command has noticed yet), "failed" or "ended" (with the one that failed). Times are seconds, memory is bytes: `host` is
-    resident now, `device` the peak of the last call. Anyone who reaches ComfyUI's port can read it: it holds no paths and no
-    tracebacks.
+    Args:
+        result: of the last sampling run.
+        measuring: the next run is compared with one device.
+        node: the current or last one that uses the workers.
+        waiting, compiling: ranks that have not reported on the command, and those of them that compile.
+        comparing: a call is repeated on one device.
+        last: the last call of any model.
     """
-    workers, journal, alone = CONTROLLER.workers, CONTROLLER.journal, nothing_to_share()
-    speed = _speed(journal)  # read once, so that all figures of a status are of the same moment
-    found: dict[str, Any] = {
-        "state": "off", "activity": activity(words_in(ENGLISH)), "starting": None, "loading": None, "compiling": False,
-        "world_size": 0, "backend": None, "peer_to_peer": None, "fallback": "", "models": [], "weights": {}, "memory": {},
-        "pace": None, "last_call": None, "last_vae_call": None, "ranks": [], "version": VERSION, "speed": speed,
-        "last_error": _failure(journal.last_error), "errors": [_failure(each) for each in list(journal.errors)],
-        "alone": alone and alone.described,
-        "settings": asdict(CONTROLLER.preferences.chosen),
-        "hosts": HOSTS.listed(workers.pool if workers else None),
-    }  # fmt: skip
-    if workers is None:
-        return found
-    pool, last = workers.pool, journal.run.last
-    loading, waiting = workers.loading, pool.waiting_for  # read once, so that state and words agree
-    # Of the last sampling run, if these ranks computed it.
-    record = last if last is not None and last.pids == pool.pids else None
-    vae = workers.last_vae_call
-    work = _work(server, pool) if loading is None else "loading"
-    # A rank that has reported is done, while others are not; at the start it waits for them.
-    done = set(range(pool.world_size)).difference(waiting) if waiting and work != "starting" else ()
-    ranks = [_rank(workers, record, rank, "idle" if rank in done else work) for rank in range(len(pool.processes))]
-    sampling = work == "computing" and workers.sampling
-    return found | {
-        "state": _state(pool, ranks, work),
-        "activity": _activity(words_in(ENGLISH), workers, loading),
-        "starting": None
-        if pool.command != "start"
-        else {"since": pool.since, "stage": pool.stage, "last_took": workers.last_start},
-        # Rounded: a finer part would cause events too often.
-        "loading": loading and {"model": loading[0], "part": None if loading[1] is None else round(loading[1], 2)},
-        "compiling": bool(_compiling(pool)),
-        "world_size": pool.world_size,
-        "backend": pool.backend,
-        "peer_to_peer": pool.peer_to_peer,
-        "fallback": "\n".join(filter(None, (pool.fallback.reason, pool.chosen))),
-        "models": workers.models.names,
-        "weights": workers.models.placements,
-        "memory": workers.models.memory,
-        "pace": (speed and speed["seconds_per_call"]) or last.seconds if sampling and last else None,
-        "last_call": None if record is None else _described(record),
-        "last_vae_call": None if vae is None else _described(vae),
-        "ranks": ranks,
-    }
 
+    state: str = "off"
+    starting: dict[str, Any] | None = None
+    loading: dict[str, Any] | None = None
+    world_size: int = 0
+    backend: str | None = None
+    peer_to_peer: bool | None = None
+    fallback: str = ""
+    models: list[str] = field(default_factory=list)
+    weights: dict[str, str] = field(default_factory=dict)
+    memory: dict[str, dict[str, str]] = field(default_factory=dict)
+    pace: float | None = None
+    last_call: CallRecord | None = None
+    last_vae_call: CallRecord | None = None
+    ranks: list[dict[str, Any]] = field(default_factory=list)
+    settings: dict[str, Any]
+    hosts: list[dict[str, Any]]
+    alone: SingleDeviceReason | None
+    last_error: Failure | None
+    errors: list[Failure]
+    result: RunResult | None
+    measuring: bool
+    node: Node | None
+    last: CallRecord | None = None
+    waiting: list[int] = field(default_factory=list)
+    compiling: list[int] = field(default_factory=list)
+    comparing: bool = False
 
-def activity(words: Words) -> str:
-    """Return the current or last activity of the workers, or why there are none, in words."""
-    if (workers := CONTROLLER.workers) is None:
-        alone = nothing_to_share()
-        return "" if alone is None else alone.said(words)
-    return _activity(words, workers, workers.loading)
+    @property
+    def described(self) -> dict[str, Any]:
+        """The status as plain data. Anyone who reaches ComfyUI's port can read it: it holds no paths and no tracebacks."""
+        inside = ("result", "measuring", "node", "last", "waiting", "comparing")
+        result, call = self.result or RunResult(), self.last_call
+        return {
+            **{name: getattr(value, "described", value) for name, value in vars(self).items() if name not in inside},
+            "version": VERSION,
+            "activity": self.activity(words_in(ENGLISH)),
+            "compiling": bool(self.compiling),
+            "speed": {**result.described, "measuring": self.measuring} if self.result or self.measuring else None,
+            "last_call": call and {**call.described, "waiting_share": result.waiting_share},  # of the run, as in the report
+            "errors": [error.described for error in self.errors],
+        }
 
+    def activity(self, words: Words) -> str:
+        """Return the current or last activity of the workers, or the reason for their absence, in words."""
+        if not self.world_size:
+            return "" if self.alone is None else self.alone.said(words)
+        if self.starting is not None:
+            last, stage = self.starting["last_took"], words.say(f"stage.{self.starting['stage']}")
+            again = "starting" if last is None else "starting_again"
+            return words.say(f"node.{again}", count=self.world_size, stage=stage, last=f"{last or 0:.0f}")
+        if self.loading is not None:
+            model, part = self.loading["model"], self.loading["part"]
+            case = "loading" if part is None else "loading_part"
+            return words.say(f"node.{case}", model=model, ranks=self._ranks(words, self.waiting), part=f"{100 * (part or 0):.0f}")
+        if self.compiling:
+            return words.say("node.compiling", ranks=self._ranks(words, self.compiling))
+        if self.comparing:
+            return words.say("node.measuring")
+        # Another node's activity does not concern this one.
+        return self._call(words, self.last) if self.last is not None and self.last.node == self.node else ""
 
-def _activity(words: Words, workers: Workers, loading: tuple[str, float | None] | None) -> str:
-    pool = workers.pool
-    waiting = pool.waiting_for
-    if pool.command == "start":
-        again = "starting" if workers.last_start is None else "starting_again"
-        stage = words.say(f"stage.{pool.stage}")
-        return words.say(f"node.{again}", count=pool.world_size, stage=stage, last=f"{workers.last_start or 0:.0f}")
-    if loading is not None:
-        model, loaded = loading
-        case = "loading" if loaded is None else "loading_part"
-        return words.say(f"node.{case}", model=model, ranks=_ranks(words, pool, waiting), part=f"{100 * (loaded or 0):.0f}")
-    if compiling := _compiling(pool):
-        return words.say("node.compiling", ranks=_ranks(words, pool, compiling))
-    if workers.comparing:
-        return words.say("node.measuring")
-    record = workers.last_call
-    if record is None or record.node != CONTROLLER.journal.node or not pool.alive:
-        return ""  # another node's activity does not concern this one
-    return _in_words(words, record, pool.world_size)
+    def text(self, words: Words, node: Node | None) -> str:
+        """Return what a node shows under it: its current activity, or the times of its run, in words; empty for another node."""
+        activity = self.activity(words) if node == self.node else ""
+        if activity or self.result is None:
+            return activity
+        last, per_call = self.result.last, self.result.per_call
+        if last is None and per_call and node == self.node:  # on one device
+            return f"{words.speed(self.result.parts)} · {_per_call(words, per_call)}"
+        return self._call(words, last) if last is not None and last.node == node and self.world_size else ""
 
+    def _call(self, words: Words, record: CallRecord) -> str:
+        """Put a call, and its run, into words."""
+        outcome, result = record.reports[0].outcome, self.result
+        ranks = f"{words.say('ranks', count=self.world_size)} ({words.mesh(outcome.degrees, outcome.at_work)})"
+        if record.choice is not None and record.choice["ranks"] < self.world_size:
+            ranks = words.choice(record.choice)  # otherwise the others would seem idle
+        if result is None or record is not result.last:  # of a VAE
+            return f"{ranks}, {_per_call(words, record.seconds)}"
+        return f"{words.speed(result.parts)} · {_per_call(words, result.per_call or record.seconds)} · {ranks}"
 
-def node_text(words: Words, node: Node | None) -> str:
-    """Return the times of the last sampling run, in words, if it was this node's; else an empty text."""
-    workers, journal = CONTROLLER.workers, CONTROLLER.journal
-    record, speed = journal.run.last, journal.speed
-    if record is None and speed is not None and speed.per_call and node == journal.node:  # on one device
-        return f"{words.speed(speed.parts)} · {_per_call(words, speed.per_call)}"
-    if workers is None or record is None or record.node != node:
-        return ""
-    return _in_words(words, record, workers.pool.world_size)
-
-
-def _in_words(words: Words, record: CallRecord, world_size: int) -> str:
-    outcome, speed = record.reports[0].outcome, CONTROLLER.journal.speed
-    ranks = f"{words.say('ranks', count=world_size)} ({words.mesh(outcome.degrees, outcome.at_work)})"
-    if record.choice is not None and record.choice["ranks"] < world_size:
-        ranks = words.choice(record.choice)  # otherwise the others would seem idle
-    if speed is None or record is not CONTROLLER.journal.run.last:  # of a VAE
-        return f"{ranks}, {_per_call(words, record.seconds)}"
-    return f"{words.speed(speed.parts)} · {_per_call(words, speed.per_call or record.seconds)} · {ranks}"
+    def _ranks(self, words: Words, some: list[int]) -> str:
+        if len(some) in (0, self.world_size):
+            return words.say("ranks", count=self.world_size)
+        return words.say("node.rank", ranks=", ".join(map(str, some)))
 
 
 def _per_call(words: Words, seconds: float) -> str:
     return words.say("per_call", time=f"{seconds:.3g} s")
 
 
-def _compiling(pool: WorkerPool) -> list[int]:
-    return [rank for rank in pool.waiting_for if pool.progress(rank).at.compiling]
+def snapshot(server: Any) -> Status:
+    """Return the status now. `server`: ComfyUI's `PromptServer`.
+
+    A rank is "starting", "loading", "computing", "idle", "silent" (no sign of life, see SILENT), "gone" (its process has vanished,
+    but no command has noticed yet), "failed" or "ended" (with the one that failed). Times are seconds, memory is bytes: `host` is
+    resident now, `device` the peak of the last call.
+    """
+    workers, journal = CONTROLLER.workers, CONTROLLER.journal
+    result = journal.result
+    off = Status(
+        settings=asdict(CONTROLLER.preferences.chosen),
+        hosts=HOSTS.listed(workers.pool if workers else None),
+        alone=nothing_to_share(),
+        last_error=journal.last_error,
+        errors=list(journal.errors),
+        result=result,
+        measuring=journal.measuring,
+        node=journal.node,
+    )
+    if workers is None:
+        return off
+    pool, loading, waiting = workers.pool, workers.loading, workers.pool.waiting_for
+    work = _work(server, pool, off.node) if loading is None else "loading"
+    # A rank that has reported is done, while others are not; at the start it waits for them.
+    done = set(range(pool.world_size)).difference(waiting) if waiting and work != "starting" else ()
+    # Only these ranks' calls of the run are news of them.
+    record = result.last if result and result.last and result.last.pids == pool.pids else None
+    ranks = [_rank(workers, record, rank, "idle" if rank in done else work) for rank in range(len(pool.processes))]
+    return replace(
+        off,
+        state=_state(pool, ranks, work),
+        starting={"since": pool.since, "stage": pool.stage, "last_took": workers.last_start} if pool.command == "start" else None,
+        # Rounded: a finer part would cause events too often.
+        loading=loading and {"model": loading[0], "part": None if loading[1] is None else round(loading[1], 2)},
+        world_size=pool.world_size,
+        backend=pool.backend,
+        peer_to_peer=pool.peer_to_peer,
+        fallback="\n".join(filter(None, (pool.fallback.reason, pool.chosen))),
+        models=workers.models.names,
+        weights=workers.models.placements,
+        memory=workers.models.memory,
+        pace=(result.per_call or record.seconds) if result and record and work == "computing" and workers.sampling else None,
+        last_call=record,
+        last_vae_call=workers.last_vae_call,
+        ranks=ranks,
+        last=workers.last_call if pool.alive else None,
+        waiting=waiting,
+        compiling=[rank for rank in waiting if pool.progress(rank).at.compiling],
+        comparing=workers.comparing,
+    )
 
 
 def ending(server: Any, node: Node | None) -> str | None:
@@ -150,51 +196,8 @@ def ending(server: Any, node: Node | None) -> str | None:
     return ""
 
 
-def _speed(journal: Journal) -> dict[str, Any] | None:
-    speed = journal.speed
-    if speed is None and not journal.measuring:
-        return None
-    parts = speed.parts if speed else {"cases": [NOT_MEASURED], "unit": "device", "obstacle": ""}
-    return {
-        "times": speed and speed.times,
-        # Alike for both, so that they can be compared: with the sampler's time between two calls.
-        "seconds_per_call": speed and speed.per_call,
-        "seconds_per_call_on_one_device": speed and speed.on_one_device,
-        "difference_from_one_device": journal.run.difference,
-        "measuring": journal.measuring,
-        "words": words_in(ENGLISH).speed(parts),
-        "parts": parts,  # for texts in other languages
-    }
-
-
-def _failure(error: Failure | None) -> dict[str, Any] | None:
-    if error is None:
-        return None
-    node = None if error.node is None else {"id": error.node.node_id, "type": error.node.kind}
-    return {"time": error.time, "rank": error.rank, "device": error.device, "message": error.message, "node": node}
-
-
-def _ranks(words: Words, pool: WorkerPool, waiting: list[int]) -> str:
-    if len(waiting) in (0, pool.world_size):
-        return words.say("ranks", count=pool.world_size)
-    return words.say("node.rank", ranks=", ".join(map(str, waiting)))
-
-
-def _described(record: CallRecord) -> dict[str, Any]:
-    run = CONTROLLER.journal.run
-    return {
-        "degrees": record.reports[0].outcome.degrees,
-        "at_work": sum(not report.outcome.idle for report in record.reports),
-        "choice": words_in(ENGLISH).choice(record.choice),
-        "seconds": record.seconds,
-        # Of the run that the call belongs to, as the report has it; a call of a VAE belongs to none.
-        "waiting_share": run.waiting_share if record is run.last else record.waiting_share,
-    }
-
-
-def _work(server: Any, pool: WorkerPool) -> str:
+def _work(server: Any, pool: WorkerPool, node: Node | None) -> str:
     """Return the state of healthy ranks."""
-    node = CONTROLLER.journal.node
     recent = node is not None and ending(server, node) is None and time.monotonic() - pool.last_command_ended < LINGER
     return STATES.get(pool.command) or STATES.get(pool.last_command if recent else "", "idle")
 
@@ -204,13 +207,11 @@ def _state(pool: WorkerPool, ranks: list[dict[str, Any]], work: str) -> str:
         return "starting" if pool.command == "start" else "failed"
     # A rank that imports or loads may hold the GIL for longer than SILENT.
     lost = ("gone",) if pool.command and (pool.command != "call" or work == "loading") else ("gone", "silent")
-    if any(rank["state"] in lost for rank in ranks):
-        return "failed"
-    return work
+    return "failed" if any(rank["state"] in lost for rank in ranks) else work
 
 
 def _rank(workers: Workers, record: CallRecord | None, rank: int, state: str) -> dict[str, Any]:
-    pool, failure = workers.pool, workers.failure
+    pool, failure, last = workers.pool, workers.failure, workers.last_call
     progress, pid = pool.progress(rank), pool.pids[rank]
     since = time.monotonic() - progress.beat if progress.beat else None
     kernel = pool.processes[rank].state if pid else "not started yet"
@@ -221,24 +222,20 @@ def _rank(workers: Workers, record: CallRecord | None, rank: int, state: str) ->
             state = "failed" if culprit else "ended"
     elif since is not None and since > SILENT:
         state = "silent"
-    # A rank's part of a sequence is of the sampling run; its memory, and whether it idled, of the last call of its kind.
-    last = workers.last_call
-    host = system.host_bytes(pid)
-    if pool.config.machines[rank]:  # its process id is another machine's
-        host = last.reports[rank].memory.host if last else 0
-    same = last is not None and (last is not workers.last_vae_call) == workers.sampling
+    memory = last and last.reports[rank].memory
+    of_kind = record if workers.sampling else workers.last_vae_call  # the last call of the current kind
+    # The process id of a rank on another machine says nothing here.
+    host = (memory.host if memory else 0) if pool.config.machines[rank] else host_bytes(pid)
     return {
         "rank": rank,
         "device": pool.config.devices[rank],
         "pid": pid,
         "state": state,
         "culprit": culprit,
-        "idle": bool(last and same and last.reports[rank].outcome.idle),
+        "idle": of_kind is not None and of_kind.reports[rank].outcome.idle,
         "process": kernel,
         "modules": progress.at.modules,
         "seconds_since_heartbeat": since,
-        "memory": {"host": host, "device": last.reports[rank].memory.device if last else 0},
+        "memory": {"host": host, "device": memory.device if memory else 0},
         "tokens": record.reports[rank].outcome.tokens if record else {},
-        "models": workers.models.names if state in ("idle", "computing") else [],
-        "last_error": failure.message if failure is not None and culprit else None,
     }

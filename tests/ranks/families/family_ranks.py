@@ -46,7 +46,9 @@ def changes(code, data, model):
 
 with torch.no_grad():
     for family in sorted({family for family, _ in wanted}):
-        before = {name: (code_of(classes_of(model)), by_value(model)) for name, model in models(family).items()}
+        # Of rank 0, which reports them.
+        watched = models(family) if rank == 0 else {}
+        before = {name: (code_of(classes_of(model)), by_value(model)) for name, model in watched.items()}
         installed = {name: InstalledPlan(model, plan_for(model)) for name, model in models(family).items()}
         for case in families.load(family).CASES:
             if (family, case.name) not in wanted:
@@ -94,6 +96,6 @@ with torch.no_grad():
             hooks=sum(
                 len(m._forward_hooks) + len(m._forward_pre_hooks) for model in models(family).values() for m in model.modules()
             ),
-            changes=[change for name, model in models(family).items() for change in changes(*before[name], model)],
+            changes=[change for name, model in watched.items() for change in changes(*before[name], model)],
         )
 finish()

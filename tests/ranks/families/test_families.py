@@ -19,7 +19,7 @@ MODES = {
     "unified 4": (2, 2, "alltoall", 1, ()),
 }
 # Attention is tested in every mode by test_attention.py; here the plans are, by turns at 2 and 3 ranks, and some by turns in the
-# other modes; all of these in all of them with CP_SOAK=1. The tracer (tests/families) has one rank of two of every case.
+# other modes; all of these in all of them with CP_SOAK=1.
 PLAN_MODES = ("ulysses 2", "ring 3")
 EVERY_MODE = ("flux", "qwen_image", "qwen_image21", "wan")
 COUNTED = "wan t2v"  # its collectives are, in every mode

@@ -1,6 +1,6 @@
 """Models in stages: bit-equal to one device, and in patches equal to it where the inputs are those of the call before.
 
-One family of each structure, and all cases of all families with CP_SOAK=1.
+One case with a rank per stage and one with two; all cases of all families with CP_SOAK=1.
 """
 
 import pytest
@@ -16,11 +16,8 @@ MODES = {
     "2 stages x ulysses 2": (2, 2, 1, 2),
     "2 stages x batch 2": (2, 2, 2, 2),
 }
-# Two kinds of blocks over joint tokens, cross attention, skips to far blocks, masks of one row, side outputs, refiners before the
-# blocks, and a block that nothing can stand in for.
-SOME = ("flux", "wan", "unet", "hydit", "qwen_image", "ltx2", "lumina", "triposplat")
-JOINT = ("flux", "qwen_image")  # also in the other modes
-DEEP = ("flux", "unet")  # with as many blocks
+FEW = {"2 stages": "flux", "2 stages x ulysses 2": "qwen_image"}
+DEEP = ("flux", "unet")  # with a block for each of three stages
 ELSEWHERE = ("ace_step15",)  # these differ by rounding on one rank, too
 
 
@@ -29,9 +26,9 @@ def applies(mode, family, number, case):
     plan = PLANS[families.load(family).MODELS[case.model].cls]
     if plan.unstaged:
         return False
-    if mode == "3 stages":
-        return family in DEEP and (SOAK or number == 0)
-    return SOAK or (number == 0 and family in (SOME if mode == "2 stages" else JOINT))
+    if SOAK:
+        return mode != "3 stages" or family in DEEP
+    return number == 0 and family == FEW.get(mode)
 
 
 CASES = {

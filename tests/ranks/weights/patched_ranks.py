@@ -1,4 +1,6 @@
-"""Rank script: every form of weight patch in every placement, against ComfyUI's own ModelPatcher. Rank 0 reports.
+"""Rank script: every form of weight patch against ComfyUI's own ModelPatcher. Rank 0 reports.
+
+Each runs in two of the placements, by turns, and in the soak in all of them.
 
 A form is tried on every weight of a model that can take it at once: also on those that ComfyUI leaves as they are, such as the
 modulation of Wan's blocks, which are parameters of modules with modules inside.
@@ -19,6 +21,7 @@ import torch.distributed as dist
 from comfy import model_management as mm
 from comfy import weight_adapter as adapters
 from mirrors import call, flux_inputs, load, mirrors_on
+from support.faults import SOAK
 from support.ranks import finish, report, start
 
 from cp_runtime.comfy.shared.patches import applied_patches
@@ -234,7 +237,7 @@ for own, others, forms in json.loads(names):
     stock, other = (comfy.sd.load_diffusion_model(path, disable_dynamic=True) for path in paths)
     mirrors = {placement: mirrors_on("cpu") for placement in PLACEMENTS}
     plain = None
-    for form in forms:
+    for number, form in enumerate(forms):
         patcher = with_form(stock, other, form)
         mm.load_models_gpu([patcher])
         arguments = inputs_of(patcher.model.diffusion_model)
@@ -243,7 +246,9 @@ for own, others, forms in json.loads(names):
         patcher.detach()
         mm.current_loaded_models.clear()
         off = {}
-        for placement, own_mirrors in mirrors.items():
+        for turn in range(len(PLACEMENTS) if SOAK else 2):
+            placement = PLACEMENTS[(number + turn) % len(PLACEMENTS)]
+            own_mirrors = mirrors[placement]
             staged = placement == "staged"
             more = {"stages": world} if staged else {"device_bytes": 1 << 20}
             load(own_mirrors, paths[0], patches=applied_patches(patcher), uuid=form, mesh=mesh, placement=placement, **more)

@@ -8,7 +8,7 @@ from support.ranks import COMFY, run_steps
 STEPS = 8
 
 
-@pytest.fixture(scope="module", params=["float16", "bfloat16", "float8_e4m3fn"])
+@pytest.fixture(scope="module", params=["float16", pytest.param("bfloat16", marks=pytest.mark.soak), "float8_e4m3fn"])
 def steps(request, flux):
     options = json.dumps({"dtype": request.param})
     return run_steps("weights/converted_ranks.py", 1, *flux, options, preload=COMFY, device="cuda", backend="nccl")

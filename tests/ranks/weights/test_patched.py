@@ -1,4 +1,7 @@
-"""Every form of weight patch in every placement gives what ComfyUI's own ModelPatcher gives: also by leaving out what that does."""
+"""Every form of weight patch gives what ComfyUI's own ModelPatcher gives: also by leaving out what that does.
+
+By turns in two of four placements, and in the soak in all.
+"""
 
 import json
 

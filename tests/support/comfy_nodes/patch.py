@@ -245,6 +245,11 @@ def _compile_eager(model: ModelPatcher) -> None:
     set_torch_compile_wrapper(model=model, backend="eager", dynamic=True, keys=keys)
 
 
+def _compile_aot(model: ModelPatcher) -> None:
+    # The graphs of inductor, whose code takes minutes to compile.
+    set_torch_compile_wrapper(model=model, backend="aot_eager")
+
+
 def _recorded(model: ModelPatcher) -> None:
     # As ComfyUI 0.34 records what MiniMax-H3's forward allocates around its `_forward`: it fails where another process computes.
     vars(args).setdefault("disable_comfy_compiler", False)
@@ -324,6 +329,7 @@ KINDS: dict[str, Callable[[ModelPatcher], Any]] = {
     "module": _module,
     "chosen_attention": _chosen_attention,
     "compile_eager": _compile_eager,
+    "compile_aot": _compile_aot,
     "compile_option": lambda model: set_torch_compile_wrapper(model=model, backend="inductor", options={"cpp.cxx": "/tmp/evil"}),
     "compile_alone": lambda model: model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "torch.compile", _unchanged),
     "recorded": _recorded,

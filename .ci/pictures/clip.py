@@ -17,18 +17,18 @@ import time
 from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
-from playwright.sync_api import Page, expect, sync_playwright
+from playwright.sync_api import Page, ViewportSize, expect, sync_playwright
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(CHECKOUT / "tests"), str(CHECKOUT / "benchmarks")]
 
-from browser.conftest import ARGUMENTS, SETTINGS  # noqa: E402
-from digits import graphs  # noqa: E402
-from support.chromium import CHROMIUM  # noqa: E402
+from browser.conftest import ARGUMENTS, SETTINGS
+from digits import graphs
+from support.chromium import CHROMIUM
 
 TARGET = CHECKOUT / "docs" / "images" / "before-after.webp"
 COMMAND = "ContextParallel.UseAllGPUs"
-SIDE = {"width": 560, "height": 640}  # of the window
+SIDE: ViewportSize = {"width": 560, "height": 640}  # of the window
 TEXTS = ("31415926", "27182818", "16180339", "14142135")
 SEED_SHOWN = 100
 PATIENT = 19  # niceness of browser and recorder: they get a seventieth of a core that a rank wants
@@ -63,7 +63,8 @@ def run(page: Page, seed: int) -> list[tuple[float, Image.Image]]:
     page.evaluate(
         "() => { window.cpDone = false; app.api.addEventListener('execution_success', () => { window.cpDone = true; }); }"
     )
-    pictures, began = [], time.monotonic()
+    pictures: list[tuple[float, Image.Image]] = []
+    began = time.monotonic()
     page.evaluate("app.queuePrompt(0)")
     while not (done := page.evaluate("window.cpDone")):
         pictures.append((time.monotonic() - began, Image.open(io.BytesIO(page.screenshot()))))
@@ -152,7 +153,8 @@ def main() -> None:
     durations = [round(1000 * INTERVAL)] * (len(frames) - 1) + [round(1000 * LAST)]
     frames[0].save(TARGET, save_all=True, append_images=frames[1:], duration=durations, loop=0, quality=80, method=4)
     one, two = (pictures[-1][0] for pictures in sides)
-    print(f"{TARGET}: {TARGET.stat().st_size / 1e6:.2f} MB; {one:.1f} s and {two:.1f} s, {one / two:.2f} times as fast")
+    said = f"{TARGET.stat().st_size / 1e6:.2f} MB; {one:.1f} s and {two:.1f} s, {one / two:.2f} times as fast"
+    sys.stdout.write(f"{TARGET}: {said}\n")
 
 
 if __name__ == "__main__":

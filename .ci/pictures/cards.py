@@ -1,7 +1,20 @@
-"""Pictures of the templates, drawn: what the model makes, and how devices, each a colour, share it."""
+"""Draw the pictures of the templates: what the model makes, and how devices, each a colour, share it.
+
+make pictures
+"""
 
 import itertools
+import sys
 from collections.abc import Iterator
+from pathlib import Path
+
+from playwright.sync_api import sync_playwright
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(CHECKOUT / "tests"))
+
+from browser.conftest import ARGUMENTS, save
+from support.chromium import CHROMIUM
 
 SIDE = 480
 DEVICES = ("#38bdf8", "#fbbf24", "#fb7185", "#4ade80")
@@ -125,3 +138,17 @@ def card(name: str) -> str:
     title, subtitle, light, dark, drawing = CARDS[name]
     size = min(64, round(560 / len(title)))
     return PAGE.format(side=SIDE, title=title, subtitle=subtitle, light=light, dark=dark, drawing=drawing(), size=size)
+
+
+def main() -> None:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        page = browser.new_page(viewport={"width": SIDE, "height": SIDE})
+        for name in CARDS:
+            page.set_content(card(name))
+            save(page.screenshot(), f"workflows/{name}.jpg")
+        browser.close()
+
+
+if __name__ == "__main__":
+    main()
