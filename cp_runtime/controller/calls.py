@@ -93,6 +93,9 @@ def _no_network(network: nn.Module) -> Sequence[Tensor]:
 class Unlisted(Protocol):
     """Patches of other nodes that no table lists."""
 
+    def check_devices(self, names: Sequence[str]) -> None:
+        """Raise UnsupportedError if ranks on these devices may disagree about what the patches make of the same tokens."""
+
     def check(self, difference: float | None, changed: bool) -> None:
         """Raise UnsupportedError if a call with them is not to be trusted.
 

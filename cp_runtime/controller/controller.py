@@ -101,6 +101,8 @@ class Controller:
 
         def run(call: ModelCall) -> tuple[Any, CallRecord]:
             workers = self._loaded(config, target, cancelled)
+            if call.unlisted is not None:
+                call.unlisted.check_devices(workers.pool.device_names)
             workers.models.compare_code(call.code, cancelled)
             workers.models.attach_networks(call, cancelled)
             return workers.call(config, target, call, node, self.journal.run, cancelled)

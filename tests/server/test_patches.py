@@ -240,16 +240,19 @@ REFUSED = {
     ),
     "a node of another pack": (
         NodeCase("TestPatch", {"kind": "attn1_output_patch"}),
-        ["TestPatch patched the transformer (patches: attn1_output_patch)"],
+        ["TestPatch patched the transformer with something that cannot be sent: there is no"],
     ),
     "another closure": (NodeCase("TestOtherVersion", {"kind": "another closure"}, wan_prompt), ["no code is sent to the workers"]),
     "another place": (
         NodeCase("TestOtherVersion", {"kind": "another place"}, wan_prompt),
-        ["TestOtherVersion replaced diffusion_model.blocks.0.cross_attn.forward", "not an object patch that the workers know"],
+        [
+            "TestOtherVersion patched the transformer, and that fails on the workers: ",
+            "blocks.0.cross_attn.forward) raised TypeError",
+        ],
     ),
     "another helper": (
         NodeCase("TestOtherVersion", {"kind": "another helper"}, wan_prompt),
-        ["another version of that pack, which does not call get_feta_scores"],
+        ["patched the transformer with something that cannot be sent", "no code is sent to the workers"],
     ),
     "a forward for the time of a call": (NodeCase("TestPatch", {"kind": "for_a_call"}), ["a node replaced the forward of Flux"]),
     "the outer forward for the time of a call": (
@@ -266,7 +269,7 @@ REFUSED = {
     ),
     "sparse attention of MiniMax-H3": (
         NodeCase("TestPatch", {"kind": "sparse_block"}),
-        ["BlockSparseAttention", "may compute with tokens that a rank does not have"],
+        ["BlockSparseAttention", "cannot be sent", "nodes_sparse_attention"],
     ),
     "attention that needs a GPU": (
         NodeCase("TestAttention", {"kind": "sage", "name": "sageattn_qk_int8_pv_fp8_cuda++"}),
@@ -300,8 +303,8 @@ def test_classes_of_a_patch_that_a_pack_changed(server):
 
 
 TITLES = {
-    "in front": ("WanVideoNAG", "My chunks (TestOtherVersion) replaced diffusion_model.blocks.0.cross_attn.forward"),
-    "twice": ("TestOtherVersion", "TestOtherVersion replaced diffusion_model.blocks.0.cross_attn.forward"),
+    "in front": ("WanVideoNAG", "My chunks (TestOtherVersion) patched the transformer, and that fails on the workers"),
+    "twice": ("TestOtherVersion", "TestOtherVersion patched the transformer, and that fails on the workers"),
 }
 
 

@@ -72,13 +72,8 @@ def test_other_branches_run_beside_bad_settings(off_server):
 
 
 INSIDE = {
-    "attn1_patch": "patches: attn1_patch",
-    "attn1_output_patch": "patches: attn1_output_patch",
-    "post_input": "patches: post_input",
-    "double_block": "patches: double_block",
-    "patches_replace": "patches_replace: dit",
+    "attn1_output_patch": "TestPatch patched the transformer with something that cannot be sent: there is no",
     "attention_override": "attention function",
-    "object_patch": "replaced diffusion_model.final_layer.forward",
     "injection": "injected code",
     "weight_function": "wrapped weights",
 }
@@ -101,7 +96,6 @@ REFUSED = [
     (flux_prompt, "multigpu", "MultiGPU CFG Split"),
     (flux_prompt, "on_load", "runs code whenever the model is loaded"),
     (partial(wan_prompt, ckpt="wan_i2v"), "chosen_attention", "the model file chooses attention_of_a_pack for blocks.0.self_attn"),
-    (wan_prompt, "attn2_patch", "patches: attn2_patch"),
 ]
 COMPILING = [
     (flux_prompt, "compile_option", "do not take option cpp.cxx='/tmp/evil'"),

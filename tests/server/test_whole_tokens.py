@@ -50,12 +50,15 @@ def test_latent_equals_the_stock_graph(model, kind, mode, served, server, family
 REFUSED = {
     "by_rank": "compute something else with that than one device",
     "raises": "raised ValueError: this needs the main process",
+    "raises_on_rank_1": "raised ValueError: this needs the first process",
+    "runs_on_rank_0": "runs its block on some of the workers only",
 }
+"""None may leave the others waiting."""
 
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_refused_by_name(kind, server):
-    graph, cp = GRAPHS["wan"], {"world_size": 2}
+    graph, cp = GRAPHS["wan"], {"world_size": 2, "batch_degree": 1}
     server.fails(graph(cp=cp, model_nodes=nodes(kind)), REFUSED[kind], "on_unsupported", timeout=120)
     expected = server.sample(graph(model_nodes=nodes(kind)))
     assert_close(server.sample(graph(cp={**cp, "on_unsupported": "single device"}, model_nodes=nodes(kind)), timeout=120), expected)

@@ -48,6 +48,7 @@ class WholeTokens:
         call, split = self._call, _Split(self._call)
 
         def run_block(*given: Any, **named: Any) -> Any:
+            self._agree(runs=True)
             with call.tokens(on_all=False), split.copies() as copies:
                 out = original(*given, **named)
             # Blocks may change their inputs in place, which whoever has called them sees.
@@ -66,8 +67,22 @@ class WholeTokens:
             raise
         except Exception as error:
             raise PatchError(f"{self._name} raised {type(error).__name__}: {error}") from error
+        if original is not None:
+            self._agree(runs=False)
         split.write_back()
         return split.local(out)
+
+    def _agree(self, runs: bool) -> None:
+        """Raise PatchError on all ranks unless all run the block now, or none does: one alone would wait for the others' tokens.
+
+        They decide on the same numbers; but code may look at its rank, or at a clock.
+        """
+        ranks = self._call.mesh.whole
+        if ranks.size > 1:
+            told = torch.tensor([float(runs), -float(runs)], device=ranks.device)
+            most, least = ranks.largest(told).tolist()
+            if most != -least:
+                raise PatchError(f"{self._name} runs its block on some of the workers only")
 
 
 def plain(thing: Any) -> Any:

@@ -130,9 +130,12 @@ class WorkerForward(Replacement):
         except UnsupportedError as error:
             owner.refuse_call(error)
         except RankError as error:
-            if error.kind not in (UnsentError.__name__, PatchError.__name__):
+            if error.kind == PatchError.__name__ and patches.unlisted is not None:
+                owner.refuse_call(patches.unlisted.failed(error.message))
+            elif error.kind == UnsentError.__name__:
+                owner.refuse_call(unsent(error.message))
+            else:
                 raise
-            owner.refuse_call(unsent(error.message))
         return self.stock(*args, **kwargs)
 
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -111,7 +111,8 @@ class PatchSet:
                     write(network)
                     _checked.add(network)
         except MirrorError as error:
-            raise UnsupportedError(f"a patch of the transformer holds something that cannot be sent: {error}.") from error
+            by = _maker([*objects.values(), *(patch for patch, _ in checked)], references)
+            raise UnsupportedError(f"{by} patched the transformer with something that cannot be sent: {error}.") from error
         classes = written.classes.union(*map(classes_of, references.networks.values()))
         used: list[Patch | ObjectPatch] = [*kinds, *(known for _, known in checked)]
         unlisted = [patch for patch, known in checked if known is UNLISTED]
@@ -204,6 +205,16 @@ def _calls(function: FunctionType, name: str) -> bool:
     others = (function.__globals__.get(each) for each in names_in(function.__code__))
     bodies = [function.__code__, *(each.__code__ for each in others if isinstance(each, FunctionType))]
     return name in function.__globals__ and any(name in names_in(body) for body in bodies)
+
+
+def _maker(patches: Iterable[Any], references: _References) -> str:
+    """Return the user's name for the node behind the first patch that cannot be written."""
+    for patch in patches:
+        try:
+            write(patch, Settings(refer=references, without=_WITHOUT))
+        except MirrorError:
+            return made_by(patch)
+    return "a node"
 
 
 class _References:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -12,6 +12,7 @@ from comfy.model_patcher import ModelPatcher
 from torch import Tensor, nn
 
 from ...errors import UnsupportedError
+from ...families import splits_tokens
 from ..shared.assigned import assigned, names_in
 from ..shared.fingerprint import PLAIN, content_of, fields_of
 from ..shared.origin import in_library
@@ -38,6 +39,18 @@ class UnlistedPatches:
 
     def __str__(self) -> str:
         return f"{self._by} patched the transformer in a way that no table lists"
+
+    def check_devices(self, names: Sequence[str]) -> None:
+        """See `controller.calls.Unlisted`."""
+        if len(set(names)) > 1 and splits_tokens(self.patcher.model.diffusion_model):
+            raise UnsupportedError(
+                f"{self._by} patched the transformer, and has to compute the same on all workers, which different devices "
+                f"({', '.join(sorted(set(names)))}) do not. {REMEDY}"
+            )
+
+    def failed(self, error: str) -> UnsupportedError:
+        """Build the refusal of patches that have raised something on the ranks."""
+        return UnsupportedError(f"{self._by} patched the transformer, and that fails on the workers: {error}. {REMEDY}")
 
     @property
     def _by(self) -> str:

@@ -148,6 +148,25 @@ def _by_rank(model: ModelPatcher) -> None:
     model.set_model_patch(patch, "double_block")
 
 
+def _runs_on_rank_0(model: ModelPatcher) -> None:
+    """Decides by what no other rank has, as a clock would."""
+
+    def replace(args: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+        ranks = torch.distributed
+        return extra["original_block"](args) if not ranks.is_initialized() or ranks.get_rank() == 0 else args
+
+    model.set_model_patch_replace(replace, "dit", "double_block", 1)
+
+
+def _raises_on_rank_1(model: ModelPatcher) -> None:
+    def patch(args: dict[str, Any]) -> dict[str, Any]:
+        if torch.distributed.is_initialized() and torch.distributed.get_rank() == 1:
+            raise ValueError("this needs the first process")
+        return {**args, "img": args["img"] * 0.9}
+
+    model.set_model_patch(patch, "double_block")
+
+
 def _raises(model: ModelPatcher) -> None:
     def patch(args: dict[str, Any]) -> dict[str, Any]:
         if torch.distributed.is_initialized():
@@ -169,6 +188,8 @@ KINDS: dict[str, Callable[[ModelPatcher], None]] = {
     "image_only": _image_only,
     "by_rank": _by_rank,
     "raises": _raises,
+    "raises_on_rank_1": _raises_on_rank_1,
+    "runs_on_rank_0": _runs_on_rank_0,
 }
 
 
