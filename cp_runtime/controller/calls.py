@@ -93,6 +93,10 @@ def _no_network(network: nn.Module) -> Sequence[Tensor]:
 class Unlisted(Protocol):
     """Patches of other nodes that no table lists."""
 
+    @property
+    def on_all_tokens(self) -> tuple[str, ...]:
+        """The nodes that have made those which every rank runs on all tokens."""
+
     def check_devices(self, names: Sequence[str]) -> None:
         """Raise UnsupportedError if ranks on these devices may disagree about what the patches make of the same tokens."""
 
@@ -117,7 +121,8 @@ class ModelCall:
     encode_network: Callable[[nn.Module], Sequence[Tensor]] = _no_network  # writes those of patches
     mixes_batch: bool = False  # another node's patch needs all items of the batch
     by_conditioning: bool = False  # another node's patch needs all items of a conditioning, such as one half of CFG
-    unlisted: Unlisted | None = None  # patches that no table lists, in the first call with them
+    unlisted: Unlisted | None = None  # patches that no table lists
+    compares: bool = False  # it is the first call with them
     all_tokens: bool = False  # its attention needs all tokens of a head at once
     networks: Mapping[str, nn.Module] = field(default_factory=dict)  # networks of patches in the arguments, by key
     code: Code | None = None  # of patches in the arguments

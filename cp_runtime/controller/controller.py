@@ -101,7 +101,7 @@ class Controller:
 
         def run(call: ModelCall) -> tuple[Any, CallRecord]:
             workers = self._loaded(config, target, cancelled)
-            if call.unlisted is not None:
+            if call.unlisted is not None and call.compares:
                 call.unlisted.check_devices(workers.pool.device_names)
             workers.models.compare_code(call.code, cancelled)
             workers.models.attach_networks(call, cancelled)
@@ -188,7 +188,7 @@ class Controller:
         cancelled: Callable[[], bool],
     ) -> None:
         """Compare the first call with patches that no table lists with one device."""
-        if call.unlisted is None or self.workers is None:
+        if call.unlisted is None or not call.compares or self.workers is None:
             return
         alone = None
         if record.at_work > 1:

@@ -43,6 +43,7 @@ class CallRecord:
     fetched: bool = False  # the ranks send each other their weights, also for a call that one of them computes
     # Of the ranks that took part, from `Chooser.described`; None where there was none
     choice: dict[str, Any] | None = None
+    on_all_tokens: tuple[str, ...] = ()  # nodes whose patches every rank ran on all tokens
 
     @property
     def at_work(self) -> int:

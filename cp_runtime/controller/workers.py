@@ -129,7 +129,8 @@ class Workers:
             out, record = self._timed(config, target, call, run, cancelled)
         if config.weights == "auto" and placement in (SHARDED, OFFLOADED) and self._link_is_slow(record):
             self.models.slow.add(target.key)
-        self.last_call = record = replace(record, node=node)
+        on_all = call.unlisted.on_all_tokens if call.unlisted is not None else ()
+        self.last_call = record = replace(record, node=node, on_all_tokens=on_all)
         if not call.sampling:
             self.last_vae_call = record
         return out, record

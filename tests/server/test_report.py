@@ -70,7 +70,7 @@ def test_a_run_that_is_measured_on_one_device_has_it_for_itself(server):
 def test_single_device_runs_are_measured(server):
     """The model goes through Apply, and something in the graph keeps it from the workers."""
     cp = {"world_size": 2, "on_unsupported": "single device"}
-    prompt = flux_prompt(node="CPSampler", steps=3, after_apply=[("TestPatch", {"kind": "post_input"})], cp=cp)
+    prompt = flux_prompt(node="CPSampler", steps=3, after_apply=[("TestPatch", {"kind": "attn1_output_patch"})], cp=cp)
     report = server.run(prompt).check().report
     assert (report["world_size"], report["calls"]) == (1, 3)
     assert report["seconds_per_call"] > 0

@@ -77,7 +77,7 @@ def test_no_worker_yet(off_server):
 
 def test_a_run_that_is_refused_is_an_error_of_the_node_that_refuses(off_server):
     for place, node in (("model_nodes", ("cp_apply", "ApplyContextParallel")), ("after_apply", ("sampler", "KSampler"))):
-        error = off_server.fails(flux_prompt(cp=CP, **{place: [("TestPatch", {"kind": "post_input"})]}))
+        error = off_server.fails(flux_prompt(cp=CP, **{place: [("TestPatch", {"kind": "attn1_output_patch"})]}))
         shown = off_server.status()["last_error"]
         assert shown["message"] == error.exception_message.strip()
         assert shown["message"].startswith("Apply Context Parallel: ")

@@ -47,6 +47,12 @@ def test_latent_equals_the_stock_graph(model, kind, mode, served, server, family
     assert_close(server.sample(graph(cp=MODES[mode])), plain)
 
 
+def test_the_report_says_what_is_as_slow_as_on_one_device(server):
+    prompt = GRAPHS["wan"](cp={"world_size": 2}, node="CPSampler", model_nodes=nodes("mean"))
+    report = server.run(prompt, timeout=120).check().report
+    assert report["on_all_tokens"] == ["TestOnTokens"]
+
+
 REFUSED = {
     "by_rank": "compute something else with that than one device",
     "raises": "raised ValueError: this needs the main process",

@@ -110,7 +110,8 @@ def found(name: str) -> Any:
     try:
         thing = find(outer)
     except (ImportError, AttributeError) as error:
-        raise MirrorError(f"there is no {name}: {error}") from error
+        why = "" if isinstance(error, AttributeError) else f": {error}"  # that one has the folder, and says no more
+        raise MirrorError(f"there is no {name.replace(':', '.')}{why}") from error
     if not inner:
         return thing
     bodies, namespace = bodies_in(outer, inner)

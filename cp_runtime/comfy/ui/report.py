@@ -86,6 +86,7 @@ def _of_ranks(model: ContextParallelPatcher, result: RunResult, last: CallRecord
         "shares": list(CONTROLLER.workers.pool.shares) if CONTROLLER.workers is not None else [],
         "family": plan_for(model.model.diffusion_model).family,
         "weights": _weights(model),
+        "on_all_tokens": last.on_all_tokens,
         "pipeline": _pipeline(config, result, last),
         # Of the last call: kinds of compiled blocks, uncompiled ones with reasons, and rank 0's compilations since its start.
         "compiled": {"kinds": outcome.compiled.kinds, "left": outcome.compiled.left, **outcome.compiled.counts},
@@ -177,6 +178,7 @@ def summarise(report: dict[str, Any], words: Words) -> list[str]:
         seconds,
         say("report.on", family=report["family"], ranks=ranks),
         *([words.held(report["weights"]["parts"])] if report["weights"] else []),
+        *([say("report.on_all_tokens", nodes=", ".join(nodes))] if (nodes := report.get("on_all_tokens")) else []),
         *([say("report.some", some=words.choice(report["choice"]))] if report["choice"] else []),
         say("report.waiting", share=f"{report['communication_share']:.0%}"),
     ]

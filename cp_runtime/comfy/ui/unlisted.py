@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -37,6 +38,15 @@ class UnlistedPatches:
     patches: tuple[Any, ...]
     patcher: Any
 
+    @property
+    def on_all_tokens(self) -> tuple[str, ...]:
+        """See `controller.calls.Unlisted`."""
+        return self._makers if splits_tokens(self.patcher.model.diffusion_model) else ()
+
+    @cached_property
+    def _makers(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(map(made_by, self.patches)))
+
     def __str__(self) -> str:
         return f"{self._by} patched the transformer in a way that no table lists"
 
@@ -54,7 +64,7 @@ class UnlistedPatches:
 
     @property
     def _by(self) -> str:
-        return " and ".join(dict.fromkeys(map(made_by, self.patches)))
+        return " and ".join(self._makers)
 
     def check(self, difference: float | None, changed: bool) -> None:
         """See `controller.calls.Unlisted`."""
