@@ -35,7 +35,7 @@ class Words:
         return speed
 
     def held(self, parts: Mapping[str, str]) -> str:
-        """Put `placement.held_parts` into words: what each device holds of a model."""
+        """Put `placement.held_parts` into words: the share of a model on each device."""
         return self.say(f"held.{parts['case']}", **{**parts, "unit": self.say(f"unit.{parts['unit']}")})
 
     def choice(self, choice: Mapping[str, Any] | None) -> str:

@@ -162,7 +162,7 @@ class InstalledPlan(Generic[PlanT]):
         self._undo.append(module.register_forward_hook(after, prepend=True).remove)
 
     def enter_attention(self, rule: AttentionRule, module: nn.Module, arguments: Mapping[str, Any]) -> None:
-        """Note, in calls only, what the attention of a module may be over."""
+        """Enter the candidate streams of a module's attention, in calls only."""
         if self.current is None:
             return
         scope, (path, said) = self.current.scope, self._paths[module]
@@ -265,7 +265,7 @@ def in_text(streams: Sequence[AttentionStreams], said: bool = False) -> str:
 
 
 def from_text(text: str) -> tuple[bool, list[AttentionStreams]]:
-    """Return what `in_text` was given."""
+    """Invert `in_text`."""
     split = [pair.partition(">")[::2] for pair in text[1:].split(";") if pair]
     pairs = [(tuple(filter(None, queries.split("+"))), tuple(filter(None, keys.split("+")))) for queries, keys in split]
     return text.startswith("!"), pairs

@@ -44,7 +44,7 @@ class ModulePlan:
 
     @property
     def only_attention(self) -> bool:
-        """Whether the plan says what attention is over, and nothing else."""
+        """Whether the plan names the streams of attention, and nothing else."""
         return self.attention is not None and not (self.inputs or self.outputs or self.local or self.separate or self.when)
 
     def __post_init__(self) -> None:

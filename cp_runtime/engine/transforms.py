@@ -29,7 +29,7 @@ class Transform(Protocol):
 
 
 def check_names(owner: Any, *fields: str) -> None:
-    """Make tuples of the lists of names in these fields. Raise ConfigError for what is neither names nor None."""
+    """Make tuples of the lists of names in these fields. Raise ConfigError for other values than names and None."""
     for each in fields:
         names = getattr(owner, each)
         if names is not None and not (isinstance(names, (tuple, list)) and all(isinstance(name, str) for name in names)):

@@ -251,7 +251,7 @@ def _parse_device(text: str, devices: str, inventory: DeviceInventory) -> str:
 
 
 def _visible(inventory: DeviceInventory) -> str:
-    """Return what the machine has: users ask for devices that ComfyUI does not see."""
+    """Return the devices of the machine, including those hidden from ComfyUI."""
     if inventory.type == "cpu":
         return (
             "ComfyUI runs on the CPU: it was started with --cpu, its torch has no support for the GPUs, or "

@@ -44,7 +44,7 @@ def _parts(frame: Frame) -> tuple[memoryview, memoryview]:
 
 
 def _write(fd: int, left: memoryview) -> memoryview:
-    """Write bytes; return what a pipe that does not wait has no room for."""
+    """Write bytes to a non-blocking pipe; return those without room in it."""
     try:
         while left:
             left = left[os.write(fd, left[:_AT_ONCE]) :]

@@ -124,7 +124,7 @@ def _facts(comfyui: str) -> dict[str, str]:
 
 
 def differences(host: str, comfyui: str, there: Mapping[str, str]) -> str:
-    """Return what has to be the same on a host as here and is not, all at once; empty without a difference."""
+    """Return all differences from a host that ranks cannot work with; empty without any."""
     here = _facts(comfyui)
     wrong = [
         f"{name}: {here.get(name, 'none')} here, {there.get(name, 'none')} there. "

@@ -217,7 +217,7 @@ class CallReport(Value):
 
 @dataclass(frozen=True, kw_only=True)
 class Request(Message, Generic[R]):
-    """A command to all ranks. `report` is what each answers if it goes well; one that is `brief` comes before a longer one."""
+    """A command to all ranks. `report`: the answer of each on success. A `brief` one overtakes longer ones."""
 
     report: ClassVar[type[Any]] = Done
     brief: ClassVar[bool] = False
@@ -250,7 +250,7 @@ class Connect(Request[Connected]):
 
 @dataclass(frozen=True, kw_only=True)
 class Probe(Request[Done]):
-    """Send something to every other rank, and check what arrives."""
+    """Send a pattern to every other rank, and check the arrivals."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -400,7 +400,7 @@ class AttachNetwork(Request[Done]):
 
 @dataclass(frozen=True, kw_only=True)
 class Describe(Request[Described]):
-    """Say what some code, and a model, is made of."""
+    """Return the hashes of some code, and of a model's."""
 
     report: ClassVar[type[Any]] = Described
     key: str  # of a model; "" = none
@@ -426,7 +426,7 @@ class MakeRoom(Request[Done]):
 
 @dataclass(frozen=True, kw_only=True)
 class Available(Request[Room]):
-    """Say how much memory the devices have, and what they multiply in."""
+    """Return the free memory of the devices, and the formats that they multiply in."""
 
     report: ClassVar[type[Any]] = Room
     brief: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""How the ranks of a pool reach each other: whether their GPUs reach each other's memory, and what is tried where they do not."""
+"""How the ranks of a pool reach each other: peer-to-peer access of their GPUs, and the fallbacks without it."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class RankProcess:
         self._ended.set()
 
     def begin(self, spec: dict[str, Any], environment: dict[str, str], hear: Hear) -> None:
-        """Have it be a rank. `spec`: see `worker.Worker`."""
+        """Assign a rank to this process. `spec`: see `worker.Worker`."""
         self.log.name = f"rank {spec['rank']}"
         with self._lock:  # it may have ended, or been killed
             self._hear = hear

@@ -85,11 +85,11 @@ class CallCancelledOnRank(Exception):
 
 
 Handler = Callable[[Any, Tensor], Report | None]
-"""(request, bytes of its tensors) -> what this rank reports; None = Done."""
+"""(request, bytes of its tensors) -> the report of this rank; None = Done."""
 
 
 class Worker:
-    """State of one rank, and what it offers to its service.
+    """State of one rank, and its interface to the service.
 
     Args:
         spec: what the controller passed to this process; see `WorkerPool`.
@@ -309,14 +309,14 @@ class Worker:
         return Value(value=tree, nbytes=packer.nbytes)
 
     def begin_figures(self) -> None:
-        """Begin to count what `report` tells: what this rank sends, and the most memory that it takes of its device."""
+        """Reset the counters of `report`: bytes sent, and peak memory of the device."""
         self.stats.reset()
         self._runs = False
         if self.device.type != "cpu":
             torch.get_device_module(self.device).reset_peak_memory_stats(self.device)
 
     def report(self, result: Value, outcome: CallOutcome, began: float) -> CallReport:
-        """Return what a call did and took on this rank since `begin_figures`. `began`: when the call began, on the clock of
+        """Return the report of a call: its result, and this rank's figures since `begin_figures`. `began`: the call's start, by
         `time.perf_counter`."""
         # Communication is timed on the device: read earlier, this clock would give the call less time than its communication.
         wait_for(self.device)
@@ -380,7 +380,7 @@ def _open_blocks(spec: dict[str, Any]) -> tuple[SharedBlock, SharedBlock] | None
 
 
 def failure(error: Exception, stats: CommStats, device: torch.device) -> Failure:
-    """Return the report on an error that has just been raised. `stats`: what the rank has sent."""
+    """Return the report on an error that has just been raised. `stats`: the collectives of the rank."""
     memory = left_memory(device)
     return Failure(
         at=time.monotonic(),
@@ -395,7 +395,7 @@ def failure(error: Exception, stats: CommStats, device: torch.device) -> Failure
 
 
 def memory_of(device: torch.device, details: bool = False) -> Memory:
-    """Return the memory that this process takes, in bytes. `details`: with what is in use, reserved and free on the device."""
+    """Return the memory of this process, in bytes. `details`: also bytes in use, reserved and free on the device."""
     host = host_bytes(os.getpid())
     if device.type == "cpu":
         return Memory(host=host, device=0)

@@ -144,7 +144,7 @@ class WorkerPool:
                     why = ""
                     if isinstance(error, PoolError) and self.stage == CONNECTING and not self._aborted:
                         why = connect_failure(error)
-                        if self.fallback.comparing:  # what nobody needs ends no start
+                        if self.fallback.comparing:  # an optional comparison must not fail the start
                             why = why or str(error).partition("\n")[0]
                     if not (why and self.fallback.next(why)):
                         raise

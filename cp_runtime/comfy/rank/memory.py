@@ -88,7 +88,7 @@ def range_of(buffer: Any) -> tuple[int, int]:
 
 
 class Pages(NamedTuple):
-    """Memory that this process and ComfyUI's map: all of it, and what is no file's."""
+    """Memory that this process and ComfyUI's map: all of it, and the part that belongs to no file."""
 
     mapped: Ranges
     shared: Ranges

@@ -1,4 +1,4 @@
-"""The models on a worker rank: what ComfyUI's process holds, patched with its weight patches.
+"""The models on a worker rank: copies of those of ComfyUI's process, patched with its weight patches.
 
 Importing this brings up ComfyUI: see `service`.
 """

@@ -26,7 +26,7 @@ class Read(NamedTuple):
 def read(
     data: bytes, tensors: Sequence[Tensor], device: torch.device, referred: Callable[[tuple[Any, ...]], Any] | None = None
 ) -> Read:
-    """Read what the parent of this process has written.
+    """Read a thing that the parent of this process has written.
 
     Args:
         device: for what was on a device of its own there.
@@ -80,7 +80,7 @@ class Model(NamedTuple):
 
 
 def read_model(value: bytes, memory: Memory, device: torch.device) -> Model:
-    """Read what `shared.values.packed` has packed.
+    """Read the result of `shared.values.packed`.
 
     Args:
         memory: that the places are in.

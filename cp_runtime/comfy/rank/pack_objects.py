@@ -48,7 +48,7 @@ def objects_in_place(
 
 
 def _put(path: str, thing: Any, model: nn.Module) -> Callable[[], None]:
-    """Put an object into a model, of a module its forward: hooks stay where they are. Return what undoes it."""
+    """Put an object into a model, of a module its forward: hooks stay where they are. Return the undo."""
     place, _, name = path.rpartition(".")
     owner = model.get_submodule(place)
     if isinstance(inner := getattr(owner, name, None), nn.Module) and isinstance(thing, (nn.Module, WholeTokens)):

@@ -67,7 +67,7 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 @contextmanager
 def _errors() -> Iterator[list[str]]:
-    """Collect warnings, by which ComfyUI reports what is wrong with a pack, while active."""
+    """Collect ComfyUI's warnings about packs, while active."""
     said: list[str] = []
 
     class Listener(logging.Handler):

@@ -1,4 +1,4 @@
-"""Texts of another model's encoder: what torch says of them, two shapes that cannot be multiplied, names no node."""
+"""Names the text encoder when its embeddings do not fit. torch's own error names two shapes and no node."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class _Split:
 
     @contextmanager
     def copies(self) -> Iterator[list[Copied]]:
-        """Collect what modules get of whole tensors, while active."""
+        """Collect the local copies that modules get of whole tensors, while active."""
         before, self._state.copies = self._state.copies, []
         try:
             yield self._state.copies
@@ -109,11 +109,11 @@ class _Split:
             self._state.copies = before
 
     def put_back(self, copied: Copied) -> Tensor:
-        """Have a tensor with all tokens be what ranks have made of their parts; return it."""
+        """Write the ranks' changes of their parts into the tensor with all tokens; return it."""
         return copied.whole.copy_(self._call.gather_joint(copied.local, copied.streams, copied.dim))
 
     def write_back(self) -> None:
-        """Have this rank's tensors be what the code has made in place of those with all tokens."""
+        """Write changes in place of tensors with all tokens into this rank's."""
         for each in self._made:
             if each.whole._version != each.version:
                 layout = self._state.layout(each.streams)
@@ -158,7 +158,7 @@ class _Split:
         return self._replaced(values, made)
 
     def local(self, out: Any) -> Any:
-        """Return this rank's tokens of a result. Without tokens among what was given, it has none."""
+        """Return this rank's tokens of a result; the result itself if no argument had tokens."""
         if not self._shapes:
             return out
         made: dict[int, Tensor] = {}

@@ -188,7 +188,7 @@ class _Walk:
         self.code = Code(hashes, self._files, self._held, self._functions, self._cells, self._sizes)
 
     def assigned(self) -> frozenset[Key]:
-        """Return what else is to be passed over."""
+        """Return further names to pass over."""
         return frozenset(self._assigned & self._seen)
 
     def _note(self, name: str, text: str, file: str = "") -> None:
@@ -265,7 +265,7 @@ class _Walk:
     # --- functions --------------------------------------------------------------------------------------------------------
 
     def _function(self, name: str, function: FunctionType, further: bool = False) -> None:
-        """Note a function. `further`: look at what it uses, although it is of a library."""
+        """Note a function. `further`: follow its names, although it is of a library."""
         body, module = function.__code__, module_name(str(function.__globals__.get("__name__", "")))
         self._note(name, f"{hash_of(body)} {_defaults(function)}", body.co_filename)
         follows, root = not in_library(module), name.partition("<")[0]
@@ -297,7 +297,7 @@ class _Walk:
                 self._note(f"{name}.{attribute}", plain_text(held[attribute]), function.__code__.co_filename)
 
     def _around(self, root: str, function: FunctionType, follows: bool) -> None:
-        """Note what a function has besides its code. It waits: functions around functions may be many."""
+        """Note the closure and the defaults of a function. Deferred, since functions around functions may be many."""
         own, values = f"{root}<{full_name(function)}", {}
         counters = assigned(function.__code__, "STORE_DEREF")
         for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -320,7 +320,7 @@ class _Walk:
             self._assigned.update((id(cls), name) for cls in classes for name in attributes)
 
     def _names(self, namespace: dict[str, Any], names: frozenset[str]) -> None:
-        """Note what a function of ComfyUI or a pack uses."""
+        """Note the names that a function of ComfyUI or a pack uses."""
         module = module_name(str(namespace.get("__name__")))
         for name in names - PLACES:
             value = namespace.get(name, _ABSENT)
@@ -332,7 +332,7 @@ class _Walk:
                 self._bound(vars(Tensor), "torch:Tensor", name, vars(Tensor)[name], ".")
 
     def _of_module(self, module: ModuleType, names: frozenset[str]) -> None:
-        """Note what is used of a module, `torch.nn.functional.gelu`: all these names occur in one function."""
+        """Note the used members of a module, such as `torch.nn.functional.gelu`: all these names occur in one function."""
         key = (module.__name__, names)
         if key in self._done or module.__name__ in ELSEWHERE or not is_followed(module.__name__):
             return
@@ -445,7 +445,7 @@ def _is_set(slot: MemberDescriptorType, value: Any) -> bool:
 
 
 def content_of(cell: Any) -> Any:
-    """Return what a variable of a closure holds; None where that is nothing yet."""
+    """Return the content of a closure's variable; None while it is empty."""
     try:
         return cell.cell_contents
     except ValueError:  # empty

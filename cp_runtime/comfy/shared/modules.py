@@ -1,4 +1,4 @@
-"""Names of classes and functions, and what modules hold besides what they compute with."""
+"""Names of classes and functions, and attributes of modules that are only bookkeeping."""
 
 from __future__ import annotations
 

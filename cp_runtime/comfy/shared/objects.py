@@ -49,7 +49,7 @@ from .modules import BOOKKEEPING, LOCALS, PACKS, find, full_name, module_name, m
 from .origin import in_library
 
 INSIDE = frozenset({"training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
-"""Of what every module has, what counts here."""
+"""The standard attributes of a module that count here."""
 STANDARD = frozenset(vars(nn.Module()))
 _CODE = (FunctionType, MethodType, functools.partial)
 INLINE = 64 << 10
@@ -110,7 +110,7 @@ _USUAL = Settings()
 
 
 def write(thing: Any, settings: Settings = _USUAL) -> Written:
-    """Write a thing. Raises MirrorError: something in it cannot be sent; the message says what."""
+    """Write a thing. Raises MirrorError, which names the part that cannot be sent."""
     if any(not is_ours(hook) for each in global_hooks() for hook in each.values()):
         raise MirrorError("a node put a hook on the forward of all modules, which the workers lack")
     try:
@@ -150,7 +150,7 @@ def _path_of(thing: Any, module: nn.Module) -> str:
 
 
 def _culprit(thing: Any, settings: Settings) -> str:
-    """Return words for what cannot be written."""
+    """Describe the part that cannot be written."""
     for path, module in _modules(thing):
         for name, value in _attributes(module, settings).items():
             if name not in INSIDE and not _can_be_sent(value, settings):
@@ -178,7 +178,7 @@ def _shortened(error: Exception) -> str:
 
 
 def _attributes(module: nn.Module, settings: Settings) -> dict[str, Any]:
-    """Return what a module holds that counts."""
+    """Return the attributes of a module that count."""
     cls: Any = type(module)
     later = set_later(cls)
     held: dict[str, Any] = {}
@@ -339,7 +339,7 @@ class _Writer(Pickler):
         return self._remade(cls) if LOCALS in cls.__qualname__ else self._by_name(cls, cls)
 
     def _by_name(self, thing: Any, named: Any) -> Any:
-        """Have the rank take what has this name there. Raises MirrorError: something else has it here."""
+        """Refer to a thing by name. Raises MirrorError: something else has that name here."""
         name = full_name(named)
         found_here = [getattr(each, "__func__", each) for each in _resolved(name)]
         if not any(each == getattr(thing, "__func__", thing) for each in found_here):
@@ -427,7 +427,7 @@ def _methods_made_with(cls: Any) -> Iterator[FunctionType]:
 
 
 def _resolved(name: str) -> Iterator[Any]:
-    """Yield what stands under a name in this process."""
+    """Yield the things of a name in this process."""
     module, _, path = name.partition(":")
     for thing in modules_named(module):
         with contextlib.suppress(AttributeError):

@@ -1,4 +1,4 @@
-"""A model by value: what a rank needs besides its network, and where its weights lie in memory that the rank maps."""
+"""A model by value: the facts about it besides its network, and the places of its weights in mapped memory."""
 
 from __future__ import annotations
 

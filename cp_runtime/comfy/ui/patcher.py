@@ -304,7 +304,7 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         return Target(self, value, notes.name, notes.kind, memory, fingerprint, copies)
 
     def look_again(self) -> None:
-        """Find out what a node has changed in the model since its run began: the ranks get it with the next call."""
+        """Look for changes in the model since its run began: the ranks get them with the next call."""
         notes_of(self.model).found = self._value(thorough=False)
 
     def _value(self, thorough: bool) -> Value:

@@ -119,7 +119,7 @@ def default_config() -> RuntimeConfig:
 
 
 def prefer(changes: dict[str, Any]) -> None:
-    """Keep what was chosen in the panel: some of the fields of `Preferences`. Raises ConfigError: they are wrong."""
+    """Store choices of the panel: some of the fields of `Preferences`. Raises ConfigError: they are wrong."""
     if not changes.keys() <= {"devices", "measure"}:
         raise bad_value("settings", changes, "devices, measure or both", "Send these only.")
     RuntimeConfig.resolve(inventory=device_inventory(), devices=changes.get("devices", ""))
@@ -134,7 +134,7 @@ def nothing_to_share() -> SingleDeviceReason | None:
 
 
 def found_devices() -> dict[str, Any]:
-    """Return what the panel and CP Config offer to choose from. It opens no device that ComfyUI has not opened.
+    """Return the choices of the panel and CP Config. It opens no device that ComfyUI has not opened.
 
     `devices`: for each the `name` as CP Config takes it, the `title` that torch has for it and its `memory` in bytes, 0 where that
     is not known. `indirect`: pairs of GPUs that do not reach each other's memory, None where nobody knows. `reason`: why there are
@@ -155,7 +155,7 @@ def found_devices() -> dict[str, Any]:
 
 
 def _description(inventory: DeviceInventory, index: int) -> dict[str, Any]:
-    """Return what is known of a device, which may be nothing."""
+    """Return the known facts about a device; there may be none."""
     kind = inventory.type
     if kind == "cuda":
         gpu = cuda_gpus(inventory.count)[index]

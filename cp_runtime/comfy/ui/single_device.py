@@ -19,7 +19,7 @@ HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ONEAPI_DEVICE_SELECTOR
 
 @dataclass(frozen=True, kw_only=True)
 class SingleDeviceReason:
-    """One device computes, whatever the settings ask for; or CPUs do."""
+    """One device computes, or CPUs do, regardless of the settings."""
 
     case: str  # key of its text, of "alone"
     # variable, value: of the environment, where it hides devices; value: torch's version, where that is the reason

@@ -104,7 +104,7 @@ class Status:
         return self._call(words, self.last) if self.last is not None and self.last.node == self.node else ""
 
     def text(self, words: Words, node: Node | None) -> str:
-        """Return what a node shows under it: its current activity, or the times of its run, in words; empty for another node."""
+        """Return the text under a node: its activity, or the times of its run; empty for another node."""
         activity = self.activity(words) if node == self.node else ""
         if activity or self.result is None:
             return activity

@@ -83,7 +83,7 @@ class UnlistedPatches:
 
 
 def _run_here(patcher: Any) -> Iterator[Any]:
-    """Yield what other nodes have this process run around calls of the transformer."""
+    """Yield the code of other nodes that this process runs around calls of the transformer."""
     options = dict(patcher.model_options)
     within = dict(options.pop("transformer_options", {}))
     within.pop("patches", None)

@@ -47,7 +47,7 @@ def alignment(nbytes: int) -> int:
 
 
 class Segment:
-    """Shared memory that is filled piece by piece, so that what is copied into it can be freed meanwhile."""
+    """Shared memory that is filled piece by piece, so that each source can be freed after its copy."""
 
     def __init__(self, nbytes: int) -> None:
         self.block, self._end = SharedBlock(), 0
@@ -306,7 +306,7 @@ def _stays_as_in_file(module: nn.Module) -> bool:
 
 
 def _originals(patcher: Any) -> dict[int, dict[str, Any]]:
-    """Return what ComfyUI has replaced in the network for other nodes: the ranks do so by themselves."""
+    """Return the attributes of the network that ComfyUI has replaced for other nodes: the ranks do so by themselves."""
     found: dict[int, dict[str, Any]] = {}
     for name, before in patcher.object_patches_backup.items():
         if name.startswith(PREFIX):
@@ -331,13 +331,13 @@ def _without_gaps(tensor: Tensor) -> Tensor:
 
 
 def _identity(written: Written) -> tuple[Any, ...]:
-    """Return what says whether tensors are the same ones, and have not been written to but by way of `data`."""
+    """Return a key that changes with the tensors, and with every write to them except by way of `data`."""
     each = zip(written.tensors, written.owners, strict=True)
     return written.data, tuple((t.data_ptr(), versions([owner]), t.dtype, t.shape, t.stride(), t.device.type) for t, owner in each)
 
 
 def _forms(identity: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return what is left of `_identity` where weights may be elsewhere."""
+    """Return the part of `_identity` that does not depend on addresses."""
     return (identity[0], *(each[2:] for each in identity[1])) if identity else ()
 
 
@@ -352,12 +352,12 @@ def _samples(written: Written) -> tuple[str, ...]:
 
 @functools.cache
 def _usual() -> frozenset[str]:
-    """Return the names of what every patcher of ComfyUI has."""
+    """Return the attribute names of ComfyUI's patchers."""
     return frozenset(vars(ModelPatcher(nn.Module(), torch.device("cpu"), torch.device("cpu"))))
 
 
 def _own_settings(patcher: Any) -> dict[str, Any]:
-    """Return what a node pack's patcher has besides, by name."""
+    """Return the additional attributes of a node pack's patcher, by name."""
     if loading_class(type(patcher)) is ModelPatcher:
         return {}
     own = {name: value for name, value in vars(patcher).items() if name not in _usual() and type(value) in PLAIN}

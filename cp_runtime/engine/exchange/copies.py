@@ -1,6 +1,6 @@
-"""Copies of messages into memory that ranks share, and out of it: the CPU's at once, a device's beside what it computes.
+"""Copies messages into and out of shared memory. CPU copies are synchronous; device copies overlap with compute.
 
-The host waits for none of a device's: a thread does, and then tells others.
+The host never waits for a device: a thread does, and then signals the receivers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Copies:
         call()
 
     def wait_for(self, done: Any) -> None:
-        """Have what the device is given from now on wait for an event."""
+        """Make later work of the device wait for an event."""
 
 
 class DeviceCopies(Copies):

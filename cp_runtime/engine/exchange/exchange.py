@@ -80,7 +80,7 @@ class Arrival:
 
 
 class Received:
-    """Messages for some tensors: what `wait` of a collective waits for.
+    """The messages that `wait` of a collective waits for, for some tensors.
 
     Args:
         copies: of the tensors' device.
@@ -101,7 +101,7 @@ class Received:
         self._arrivals = ()
 
     def release(self) -> None:
-        """Give the memory of what was not waited for back to its senders."""
+        """Return the memory of abandoned messages to their senders."""
         for arrival, _ in self._arrivals:
             arrival.release()
         self._arrivals = ()
@@ -112,7 +112,7 @@ class Received:
 
 
 class Parts:
-    """Messages of all ranks, and this rank's own part of what it sends, to be read where they lie."""
+    """Messages of all ranks, and this rank's part of its own, to be read in place."""
 
     def __init__(self, exchange: Exchange, arrivals: Sequence[Arrival], slot: Slot | None, own: Tensor, before: int) -> None:
         self._exchange, self._arrivals, self._slot, self._own, self._before = exchange, arrivals, slot, own, before
@@ -170,7 +170,7 @@ class Exchange:
         self._is_pinned = False
 
     def space(self, nbytes: int, dtype: torch.dtype) -> Tensor:
-        """Return memory for what is sent next, flat."""
+        """Return flat memory for the next message."""
         self._drop_unsent()
         if not nbytes:
             return torch.empty(0, dtype=dtype)
@@ -210,7 +210,7 @@ class Exchange:
         return Received(self, [(self._expect(rank, tensor.numel()), tensor) for rank, tensor in arriving], copies, after, sent)
 
     def parts(self, made: Tensor, sent: Sequence[int], arriving: Sequence[int]) -> Parts:
-        """Send parts of what was made in `space` to all ranks, and receive parts from all. `sent`, `arriving`: bytes."""
+        """Send parts of the content of `space` to all ranks, and receive parts from all. `sent`, `arriving`: bytes."""
         slot, me, at = self._open or Slot(0, 0), self.rank, 0  # none where all parts are empty
         for rank, nbytes in enumerate(sent):
             if rank == me:
@@ -226,7 +226,7 @@ class Exchange:
         return Parts(self, arrivals, slot, own, sum(map(bool, arriving[:me])))
 
     def to_all(self, made: Tensor, arriving: Sequence[int]) -> list[Arrival | None]:
-        """Send what was made in `space` to all other ranks, and receive what they send to all. `arriving`: bytes. Return messages
+        """Send the content of `space` to all other ranks, and receive theirs. `arriving`: bytes. Return messages
         by rank: none from this one, and none that is empty."""
         others = [rank for rank in range(len(arriving)) if rank != self.rank]
         if self._open is not None:
@@ -260,7 +260,7 @@ class Exchange:
                 self._signals.post(self.segments[source].read[self.rank])
 
     def _expect(self, source: int, nbytes: int) -> Arrival:
-        self._release_thrown_away()
+        self._release_abandoned()
         numbers = self._numbers[source]
         arrival = Arrival(self, source, nbytes, numbers[1])
         numbers[1] += 1
@@ -281,7 +281,7 @@ class Exchange:
         """Send bytes of a slot to ranks. `source`: they are still to be copied from there, behind an event. Return the event behind
         that copy."""
 
-        def tell() -> None:
+        def signal() -> None:
             for rank in ranks:
                 self._signals.post(own.ready[rank])
 
@@ -299,7 +299,7 @@ class Exchange:
                 count = min(PIECE, nbytes - begin)
                 piece = source if count == nbytes else source[begin : begin + count]
                 done = copies.start(own.view_for(source.device, at + begin, count), piece, after)
-            copies.then(done, tell)
+            copies.then(done, signal)
         return done
 
     def _take(self, nbytes: int) -> Slot:
@@ -312,14 +312,14 @@ class Exchange:
         return Slot(*self.segments[self.rank].grow(nbytes))
 
     def _find_read(self) -> None:
-        """Note what receivers have read, and this rank no longer wants to."""
-        self._release_thrown_away()
+        """Note the messages that receivers have read, and those that this rank has abandoned."""
+        self._release_abandoned()
         own = self.segments[self.rank]
         for rank, sent in enumerate(self._sent):
             while sent and self._signals.try_take(own.read[rank]):
                 self.has_read(sent.popleft())
 
-    def _release_thrown_away(self) -> None:
+    def _release_abandoned(self) -> None:
         while self.abandoned:
             self.abandoned.popleft()()
 
@@ -373,7 +373,7 @@ def connect(group: dist.ProcessGroup) -> Exchange | None:
 
 
 def _make(size: int) -> tuple[Segment, Signals] | None:
-    """Make this rank's segment, ready for messages; None: this system lacks what that takes."""
+    """Make this rank's segment, ready for messages; None where the system does not support it."""
     try:
         system.host_id()  # by which ranks tell whether they share memory
         signals = Signals()

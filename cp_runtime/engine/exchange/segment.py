@@ -1,4 +1,4 @@
-"""Memory of one rank that all ranks of its computer map: what it sends, and what it tells about that.
+"""Memory of one rank that all ranks of its computer map: its messages, and their offsets.
 
 Other ranks open it by the number of its process, and know it by random numbers in it: a number of a process means something else in
 another container or computer.

@@ -199,7 +199,7 @@ class JointLayout:
         return self._index(("owned", rank), device, self._owned_segments(rank))
 
     def _owned_segments(self, rank: int) -> Iterator[Segment]:
-        """Yield the segments that `rank` contributes, relative to what it holds."""
+        """Yield the segments that `rank` contributes, relative to its held tokens."""
         at = 0
         for held, owned in zip(self.held[rank], self.owned[rank], strict=True):
             for start, stop in held:
