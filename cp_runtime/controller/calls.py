@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -100,12 +100,13 @@ class Unlisted(Protocol):
     def check_devices(self, names: Sequence[str]) -> None:
         """Raise UnsupportedError if ranks on these devices may disagree about what the patches make of the same tokens."""
 
-    def check(self, difference: float | None, changed: bool) -> None:
+    def check(self, difference: float | None, changed: bool, noted: Set[str]) -> None:
         """Raise UnsupportedError if a call with them is not to be trusted.
 
         Args:
             difference: of its result from that on one device, in standard deviations; None = it was not compared.
             changed: they have changed in it.
+            noted: attributes of the model's modules that have.
         """
 
 

@@ -195,7 +195,8 @@ class Controller:
             log.info("running this call once more, on one device: %s", call.unlisted)
             alone = self.workers.measure(config, target, call, self.journal.run, cancelled)
         changed = any(report.outcome.patches_changed for report in record.reports)
-        call.unlisted.check(None if alone is None else difference(out, alone), changed)
+        noted = frozenset(name for report in record.reports for name in report.outcome.noted)
+        call.unlisted.check(None if alone is None else difference(out, alone), changed, noted)
 
     def _compare(
         self,

@@ -198,6 +198,7 @@ class CallOutcome:
     prelude: float = 0.0  # seconds until the forward began
     staged: Staged | None = None  # None where every rank computes all blocks
     patches_changed: bool = False  # in the first call with some patches of other nodes, one of them has changed
+    noted: tuple[str, ...] = ()  # in that call, attributes of the model's modules that have changed
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -53,11 +53,24 @@ def test_the_report_says_what_is_as_slow_as_on_one_device(server):
     assert report["on_all_tokens"] == ["TestOnTokens"]
 
 
+def test_every_run_begins_as_comfyui_s_process_has_the_model(server):
+    """Nothing is noted on it there, as the transformer does not run. In stock, a second run goes on where the first has ended."""
+    graph = GRAPHS["wan"]
+    try:
+        expected = server.sample(graph(model_nodes=nodes("noted_on_the_model")))
+    finally:
+        server.run(graph(model_nodes=[("TestForgetful", {})])).check()
+    assert differ(expected, server.sample_once(graph()))
+    for cp in ({"world_size": 2}, {"world_size": 3}, {"world_size": 3, "batch_degree": 1}):
+        assert_close(server.sample(graph(cp=cp, model_nodes=nodes("noted_on_the_model")), timeout=120), expected)
+
+
 REFUSED = {
     "by_rank": "compute something else with that than one device",
     "raises": "raised ValueError: this needs the main process",
     "raises_on_rank_1": "raised ValueError: this needs the first process",
     "runs_on_rank_0": "runs its block on some of the workers only",
+    "read_off_the_model": "notes something there that other code of the graph reads",
 }
 """None may leave the others waiting."""
 

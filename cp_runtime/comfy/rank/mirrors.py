@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from mmap import mmap
 from typing import Any
 
@@ -142,6 +143,7 @@ class Mirrors:
         """
         began = time.perf_counter()
         mirror, patches = self.mirror_of(request.key), (arguments.get("transformer_options") or {}).get(PATCHES, {})
+        run = patches.get("key", "").partition(" ")[0]
         if request.for_comparison and patches:
             patches["key"] = ""
         part = part_of(mirror.installed.plan, request, arguments, mesh, alone=request.ranks == 1 and mirror.placement != WHOLE)
@@ -152,9 +154,14 @@ class Mirrors:
         given = self._prepare(mirror, request, part, arguments)
         planner = planner_for(part.sequence, part.mesh.members(part.shares.groups))
         prelude = time.perf_counter() - began
+        of_run = mirror.attributes.of_run(run, request.for_comparison) if run else nullcontext()
         # Not inference_mode, which does not count changes in place: see `CallState.once`.
-        with torch.no_grad(), shared_scales(part.mesh.whole) if mirror.formats else nullcontext(), texts_that_fit(given.arguments):
-            return self._run(mirror, request, part, given, planner, (on_module, on_run), prelude)
+        scales = shared_scales(part.mesh.whole) if mirror.formats else nullcontext()
+        with torch.no_grad(), scales, texts_that_fit(given.arguments), of_run as clean:
+            out, outcome = self._run(mirror, request, part, given, planner, (on_module, on_run), prelude)
+            if clean is not None and (kept := KEPT.get(patches["key"])) is not None and kept.is_new:
+                outcome = replace(outcome, patches_changed=kept.changed(), noted=tuple(sorted(clean.changed())))
+            return out, outcome
 
     def _prepare(self, mirror: Mirror, request: Call, part: CallPart, arguments: dict[str, Any]) -> Given:
         """Move the weights to the device, and leave room for the call; return this rank's part of the arguments."""
@@ -202,7 +209,6 @@ class Mirrors:
             )
             staged = Staged(**pipeline.described(settings))
         ring, ulysses = planner.chosen or (1, 1)
-        key = (given.arguments.get("transformer_options") or {}).get(PATCHES, {}).get("key", "")
         return part.mesh.gather(part.shares, map_tensors(out, _undressed)), CallOutcome(
             degrees={"ulysses": ulysses, "ring": ring, "batch": part.shares.groups, **(staged.degrees if staged else {})},
             at_work=part.shares.groups * planner.ranks * (1 if settings is None else settings.stages),
@@ -213,7 +219,6 @@ class Mirrors:
             predicted_bytes=planner.bytes_sent,
             prelude=prelude,
             staged=staged,
-            patches_changed=bool(key in KEPT and KEPT[key].changed()),
         )
 
     def free_buffers(self, keep: Mirror | None = None) -> None:

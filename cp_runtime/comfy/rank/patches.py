@@ -37,10 +37,15 @@ class Kept:
         """Note how they are before their first call."""
         self._first = self._content()
 
+    @property
+    def is_new(self) -> bool:
+        """Whether their first call runs, or has just ended."""
+        return self._first is not None
+
     def changed(self) -> bool:
-        """Return whether their first call has changed them; False for other calls."""
+        """Return whether their first call has changed them."""
         first, self._first = self._first, None
-        return first is not None and first != self._content()
+        return first != self._content()
 
     def _content(self) -> tuple[object, ...]:
         try:

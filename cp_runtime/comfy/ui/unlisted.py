@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
-from types import CellType, FunctionType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -66,10 +66,11 @@ class UnlistedPatches:
     def _by(self) -> str:
         return " and ".join(self._makers)
 
-    def check(self, difference: float | None, changed: bool) -> None:
+    def check(self, difference: float | None, changed: bool, noted: Set[str]) -> None:
         """See `controller.calls.Unlisted`."""
         by = self._by
-        if changed and not _state(self.patches, changing=True).isdisjoint(_state(_run_here(self.patcher))):
+        here = list(_run_here(self.patcher))
+        if noted & _names(here) or (changed and not _state(self.patches, changing=True).isdisjoint(_state(here))):
             raise UnsupportedError(
                 f"{by} patched the transformer and notes something there that other code of the graph reads in ComfyUI's process, "
                 f"where the transformer does not run. {REMEDY}"
@@ -92,8 +93,27 @@ def _run_here(patcher: Any) -> Iterator[Any]:
 
 
 def _state(roots: Iterable[Any], changing: bool = False) -> set[int]:
-    """Return the ids of what functions and objects reach, and code may change: containers, objects, globals of node packs, and
-    variables around functions; with `changing`, of these those that the functions assign."""
+    """Return the ids of what code may change: containers, objects, globals of node packs, and variables around functions."""
+    found = _reached(roots, changing)
+    return {id(value) for value in found if not isinstance(value, (FunctionType, MethodType, tuple, frozenset))}
+
+
+def _names(roots: Iterable[Any]) -> set[str]:
+    """Return the names that code uses, also those in texts, for `getattr`."""
+    bodies = [value.__code__ for value in _reached(roots) if isinstance(value, FunctionType)]
+    return {name for body in bodies for name in (*names_in(body), *_texts(body))}
+
+
+def _texts(body: CodeType) -> Iterator[str]:
+    for constant in body.co_consts:
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, CodeType):
+            yield from _texts(constant)
+
+
+def _reached(roots: Iterable[Any], changing: bool = False) -> list[Any]:
+    """Return what functions and objects reach. `changing`: of the variables around functions, those that these assign, as cells."""
     found: dict[int, Any] = {}
     left = list(roots)
     while left:
@@ -101,7 +121,7 @@ def _state(roots: Iterable[Any], changing: bool = False) -> set[int]:
         if id(value) not in found and not _is_left_out(value):
             found[id(value)] = value
             left += _parts(value, changing)
-    return {at for at, value in found.items() if not isinstance(value, (FunctionType, MethodType, tuple, frozenset))}
+    return list(found.values())
 
 
 def _is_left_out(value: Any) -> bool:

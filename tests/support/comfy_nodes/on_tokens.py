@@ -148,6 +148,32 @@ def _by_rank(model: ModelPatcher) -> None:
     model.set_model_patch(patch, "double_block")
 
 
+def _noted_on_the_model(model: ModelPatcher) -> None:
+    """Counts calls on the transformer, and does more with every one."""
+    transformer = model.model.diffusion_model
+
+    def patch(args: dict[str, Any]) -> dict[str, Any]:
+        transformer.test_calls = getattr(transformer, "test_calls", 0) + 1
+        return {**args, "img": args["img"] * (1 + 0.05 * transformer.test_calls)}
+
+    model.set_model_patch(patch, "double_block")
+
+
+def _read_off_the_model(model: ModelPatcher) -> None:
+    """A function in ComfyUI's process does something with what is noted there."""
+    transformer = model.model.diffusion_model
+
+    def patch(args: dict[str, Any]) -> dict[str, Any]:
+        transformer.test_mean = args["img"].mean()
+        return args
+
+    def after(args: dict[str, Any]) -> Tensor:
+        return args["denoised"] * (1 + getattr(transformer, "test_mean", torch.zeros(())).tanh())
+
+    model.set_model_patch(patch, "double_block")
+    model.set_model_sampler_post_cfg_function(after)
+
+
 def _runs_on_rank_0(model: ModelPatcher) -> None:
     """Decides by what no other rank has, as a clock would."""
 
@@ -186,6 +212,8 @@ KINDS: dict[str, Callable[[ModelPatcher], None]] = {
     "forward": _forward,
     "picture": _picture,
     "image_only": _image_only,
+    "noted_on_the_model": _noted_on_the_model,
+    "read_off_the_model": _read_off_the_model,
     "by_rank": _by_rank,
     "raises": _raises,
     "raises_on_rank_1": _raises_on_rank_1,
@@ -199,3 +227,10 @@ def TestOnTokens(model: Any, kind: str) -> Any:
     patched = model.clone()
     KINDS[kind](patched)
     return patched
+
+
+@node("MODEL", again=True, model="MODEL")
+def TestForgetful(model: Any) -> Any:
+    """Forget what patches have noted on the transformer."""
+    vars(model.model.diffusion_model).pop("test_calls", None)
+    return model
