@@ -23,6 +23,7 @@ from ...nested import tensors
 ORIGINAL = "original_block"  # in what a replacement of a block gets: runs the block
 OPTIONS = ("transformer_options", "extra_options")  # arguments with options, of which IMG_SLICE counts tokens
 NOTHING: Mapping[int, Tensor] = MappingProxyType({})
+BITS = 62
 IMG_SLICE = "img_slice"  # [tokens before the image, all tokens]
 
 Streams = tuple[str, ...]
@@ -191,7 +192,7 @@ class _Split:
             masks.append(sum(1 << place for place in fits))
         ranks = self._call.mesh.whole
         (told,) = ranks.all_gather([torch.tensor([masks], device=ranks.device)], [1] * ranks.size, 0)
-        choices = list(_choices(streams))
+        choices = _choices(streams)
         common = [-1] * len(held)
         for row in told.tolist():
             common = [one & other for one, other in zip(common, row, strict=True)]
@@ -224,11 +225,10 @@ def _has_dict(values: Any) -> bool:
     return any(isinstance(value, dict) for value in values)
 
 
-def _choices(streams: list[Streams]) -> Iterator[tuple[Streams, int]]:
-    """Yield the possible places of tokens, the likeliest first: tokens are the second dimension as a rule, then the third, of heads
-    or of positions."""
-    for dim in (1, 2, 3, 0, 4, 5):
-        yield from ((each, dim) for each in streams)
+def _choices(streams: list[Streams]) -> list[tuple[Streams, int]]:
+    """Return the possible places of tokens, as many as an integer has bits. The likeliest first: tokens are the second dimension as
+    a rule, then the third, of heads or of positions."""
+    return [(each, dim) for dim in (1, 2, 3, 0, 4, 5) for each in streams][:BITS]
 
 
 def _named_tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
