@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -100,13 +100,12 @@ class Unlisted(Protocol):
     def check_devices(self, names: Sequence[str]) -> None:
         """Raise UnsupportedError if ranks on these devices may disagree about what the patches make of the same tokens."""
 
-    def check(self, difference: float | None, changed: bool, noted: Set[str]) -> None:
+    def check(self, difference: float | None, changed: bool) -> None:
         """Raise UnsupportedError if a call with them is not to be trusted.
 
         Args:
             difference: of its result from that on one device, in standard deviations; None = it was not compared.
-            changed: they have changed in it.
-            noted: attributes of the model's modules that have.
+            changed: they have noted something in it.
         """
 
 
@@ -123,7 +122,7 @@ class ModelCall:
     mixes_batch: bool = False  # another node's patch needs all items of the batch
     by_conditioning: bool = False  # another node's patch needs all items of a conditioning, such as one half of CFG
     unlisted: Unlisted | None = None  # patches that no table lists
-    compares: bool = False  # it is the first call with them
+    compares: bool = False  # it is to be compared with one device
     all_tokens: bool = False  # its attention needs all tokens of a head at once
     networks: Mapping[str, nn.Module] = field(default_factory=dict)  # networks of patches in the arguments, by key
     code: Code | None = None  # of patches in the arguments

@@ -187,16 +187,15 @@ class Controller:
         record: CallRecord,
         cancelled: Callable[[], bool],
     ) -> None:
-        """Compare the first call with patches that no table lists with one device."""
-        if call.unlisted is None or not call.compares or self.workers is None:
+        """Check a call with patches that no table lists; compare some with one device."""
+        if call.unlisted is None or self.workers is None:
             return
         alone = None
-        if record.at_work > 1:
+        if record.at_work > 1 and call.compares:
             log.info("running this call once more, on one device: %s", call.unlisted)
             alone = self.workers.measure(config, target, call, self.journal.run, cancelled)
         changed = any(report.outcome.patches_changed for report in record.reports)
-        noted = frozenset(name for report in record.reports for name in report.outcome.noted)
-        call.unlisted.check(None if alone is None else difference(out, alone), changed, noted)
+        call.unlisted.check(None if alone is None else difference(out, alone), changed)
 
     def _compare(
         self,

@@ -220,9 +220,9 @@ class Workers:
             method=cast(Method, call.method),
             sequence=replace(config.sequence, all_tokens=call.all_tokens),
             ranks=ranks,
-            batch_degree=1 if call.mixes_batch else config.batch_degree,
+            # With sharded weights, ranks fetch blocks together: they must not decide by halves of CFG which ones to run.
+            batch_degree=1 if call.mixes_batch or (call.by_conditioning and self.models.sharded(key)) else config.batch_degree,
             by_conditioning=call.by_conditioning,
-            for_comparison=self.comparing,
             leading=call.leading,
             in_place=call.in_place,
             memory=call.memory,

@@ -197,8 +197,7 @@ class CallOutcome:
     predicted_bytes: float = 0.0
     prelude: float = 0.0  # seconds until the forward began
     staged: Staged | None = None  # None where every rank computes all blocks
-    patches_changed: bool = False  # in the first call with some patches of other nodes, one of them has changed
-    noted: tuple[str, ...] = ()  # in that call, attributes of the model's modules that have changed
+    patches_changed: bool = False  # patches of other nodes that no table lists have noted something
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -380,7 +379,6 @@ class Call(Packed[CallReport]):
     ranks: int  # that share the call: the first ones
     batch_degree: int
     by_conditioning: bool  # items of one conditioning stay together
-    for_comparison: bool  # it is repeated: what patches note in it, no other call shall see
     leading: tuple[str, ...]  # names of the arguments that change with every call
     in_place: tuple[str, ...]  # names of those that ranks leave in the memory of the message
     memory: tuple[float, ...]  # bytes that ComfyUI expects a call to take, with one item, with two, ...; none of a VAE

@@ -14,7 +14,7 @@ def unet(name, **settings):
 
 
 GRAPHS = {"sd15": unet("sd15", batch=2), "sdxl": unet("sdxl")}
-RUN = ("picture", "closures", "state", "cached", "layer", "wrapped", "by_step")
+RUN = ("picture", "closures", "layer", "wrapped", "by_step", "block")
 MODES = {
     "2 ranks": {"world_size": 2},
     "3 ranks": {"world_size": 3},
@@ -62,19 +62,22 @@ def test_a_block_that_a_node_has_changed_for_good(kind, served, server, family_c
     assert_close(server.sample(graph(cp={"world_size": 2})), plain)
 
 
+NOTES = "notes something there for later calls"
 REFUSED = {
     "mixes_halves": "compute something else with that than one device",
-    "noted": "notes something there that other code of the graph reads",
-    "noted_in_a_dict": "notes something there that other code of the graph reads",
+    "late": "compute something else with that than one device",
+    **dict.fromkeys(("state", "cached", "noted", "noted_in_a_dict", "noted_later", "in_a_global", "on_a_class"), NOTES),
+    "uuids": "reads uuids of transformer_options",
+    "settings": "SETTINGS[strength], and it does not do so when the workers import it",
 }
 
 
 @pytest.mark.parametrize("kind", REFUSED)
 @pytest.mark.parametrize("served", ["sd15"])
 def test_refused_by_name(kind, served, server, family_checkpoints):
-    """In the first call, and the ranks go on. On one device it is what ComfyUI makes of it."""
-    graph, cp = GRAPHS[served], {"world_size": 2}
-    server.fails(graph(cp=cp, model_nodes=nodes(kind)), "TestUnlisted patched the transformer", REFUSED[kind], "on_unsupported")
+    """In the first call that shows it, and the ranks go on. On one device it is what ComfyUI makes of it."""
+    graph, cp = partial(GRAPHS[served], steps=4), {"world_size": 2}
+    server.fails(graph(cp=cp, model_nodes=nodes(kind)), REFUSED[kind], "on_unsupported")
     pids = server.worker_pids()
     expected = server.sample(graph(model_nodes=nodes(kind)))
     assert_close(server.sample(graph(cp={**cp, "on_unsupported": "single device"}, model_nodes=nodes(kind))), expected)

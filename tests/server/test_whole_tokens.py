@@ -14,10 +14,10 @@ GRAPHS = {
 }
 KINDS = {
     "flux": (
-        "attention_output", "queries", "replaced_block", "cached_block", "decides_by_tokens", "forward", "image_only",
+        "attention_output", "queries", "replaced_block", "forward", "image_only", "written_options",
     ),
-    "wan": ("queries", "mean", "replaced_block", "cached_block", "decides_by_tokens", "forward", "picture"),
-    "qwen": ("mean", "replaced_block", "decides_by_tokens", "forward", "picture"),
+    "wan": ("queries", "mean", "replaced_block", "forward", "picture"),
+    "qwen": ("mean", "replaced_block", "forward", "picture"),
 }  # fmt: skip
 MODES = {
     "ulysses 2": {"world_size": 2, "ulysses_degree": 2},
@@ -53,26 +53,21 @@ def test_the_report_says_what_is_as_slow_as_on_one_device(server):
     assert report["on_all_tokens"] == ["TestOnTokens"]
 
 
-def test_every_run_begins_as_comfyui_s_process_has_the_model(server):
-    """Nothing is noted on it there, as the transformer does not run. In stock, a second run goes on where the first has ended."""
-    graph = GRAPHS["wan"]
-    try:
-        expected = server.sample(graph(model_nodes=nodes("noted_on_the_model")))
-    finally:
-        server.run(graph(model_nodes=[("TestForgetful", {})])).check()
-    assert differ(expected, server.sample_once(graph()))
-    for cp in ({"world_size": 2}, {"world_size": 3}, {"world_size": 3, "batch_degree": 1}):
-        assert_close(server.sample(graph(cp=cp, model_nodes=nodes("noted_on_the_model")), timeout=120), expected)
-
-
+NOTES = "notes something there for later calls"
 REFUSED = {
     "by_rank": "compute something else with that than one device",
     "raises": "raised ValueError: this needs the main process",
     "raises_on_rank_1": "raised ValueError: this needs the first process",
     "runs_on_rank_0": "runs its block on some of the workers only",
-    "read_off_the_model": "notes something there that other code of the graph reads",
+    **dict.fromkeys(("cached_block", "decides_by_tokens", "read_off_the_model"), NOTES),
+    "fewer_blocks": "has modules inside that may compute with tokens that a rank does not have",
 }
 """None may leave the others waiting."""
+
+
+def test_what_is_noted_on_the_model_is_refused(server):
+    """In stock, the next run goes on with it."""
+    server.fails(GRAPHS["wan"](cp={"world_size": 2}, model_nodes=nodes("noted_on_the_model")), NOTES, "on_unsupported", timeout=120)
 
 
 @pytest.mark.parametrize("kind", REFUSED)

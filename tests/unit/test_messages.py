@@ -39,7 +39,7 @@ MESSAGES = [
                   sent=((0, 64, 4096),)),
     messages.Call(
         key="k", method="forward", sequence=SequenceSettings(ring_degree=2), ranks=2, batch_degree=0,
-        by_conditioning=True, for_comparison=False, leading=("x", "timestep"), in_place=("control",),
+        by_conditioning=True, leading=("x", "timestep"), in_place=("control",),
         memory=(1.5, 3.0), memory_scale=1.5, compile=CompileSettings(), compile_or_raise=True, cancel_every=3,
         value=TREE, drop=(),
     ),

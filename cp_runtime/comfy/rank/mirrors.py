@@ -143,9 +143,6 @@ class Mirrors:
         """
         began = time.perf_counter()
         mirror, patches = self.mirror_of(request.key), (arguments.get("transformer_options") or {}).get(PATCHES, {})
-        run = patches.get("key", "").partition(" ")[0]
-        if request.for_comparison and patches:
-            patches["key"] = ""
         part = part_of(mirror.installed.plan, request, arguments, mesh, alone=request.ranks == 1 and mirror.placement != WHOLE)
         if part is None:
             return None, CallOutcome(
@@ -154,14 +151,12 @@ class Mirrors:
         given = self._prepare(mirror, request, part, arguments)
         planner = planner_for(part.sequence, part.mesh.members(part.shares.groups))
         prelude = time.perf_counter() - began
-        of_run = mirror.attributes.of_run(run, request.for_comparison) if run else nullcontext()
         # Not inference_mode, which does not count changes in place: see `CallState.once`.
         scales = shared_scales(part.mesh.whole) if mirror.formats else nullcontext()
-        with torch.no_grad(), scales, texts_that_fit(given.arguments), of_run as clean:
+        with torch.no_grad(), scales, texts_that_fit(given.arguments):
             out, outcome = self._run(mirror, request, part, given, planner, (on_module, on_run), prelude)
-            if clean is not None and (kept := KEPT.get(patches["key"])) is not None and kept.is_new:
-                outcome = replace(outcome, patches_changed=kept.changed(), noted=tuple(sorted(clean.changed())))
-            return out, outcome
+        kept = KEPT.get(patches.get("key", ""))
+        return out, outcome if kept is None else replace(outcome, patches_changed=kept.changed())
 
     def _prepare(self, mirror: Mirror, request: Call, part: CallPart, arguments: dict[str, Any]) -> Given:
         """Move the weights to the device, and leave room for the call; return this rank's part of the arguments."""

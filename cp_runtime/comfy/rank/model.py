@@ -22,7 +22,6 @@ from ...families import plan_for
 from ...families.family import FamilyPlan
 from ...pool.messages import Compiled
 from ..shared.weights import network_of
-from .attributes import RunAttributes
 from .files import MappedFile
 from .memory import forget, room
 
@@ -62,11 +61,6 @@ class Mirror:
     def installed(self) -> InstalledPlan[FamilyPlan]:
         """Its plan, from the first call on."""
         return InstalledPlan(self.model, plan_for(self.model))
-
-    @cached_property
-    def attributes(self) -> RunAttributes:
-        """Attributes of its modules, from the first call on with patches that no table lists."""
-        return RunAttributes(self.model)
 
     @property
     def weights(self) -> ShardedWeights | None:

@@ -15,7 +15,7 @@ from ...engine.call import RunningCall
 from ...engine.compiled import AS_THEY_ARE
 from ..shared.patches import code_of
 from .attention import attention_by_name
-from .whole_tokens import WholeTokens, plain
+from .whole_tokens import InPlace, plain
 
 ATTENTION = "optimized_attention"
 
@@ -47,13 +47,21 @@ def objects_in_place(
         yield
 
 
-def _put(path: str, thing: Any, model: nn.Module) -> Callable[[], None]:
-    """Put an object into a model, of a module its forward: hooks stay where they are. Return the undo."""
+def _put(path: str, thing: Any, model: nn.Module) -> Callable[[], Any]:
+    """Put an object into a model, of a listed module its forward: hooks stay where they are. Return the undo."""
     place, _, name = path.rpartition(".")
     owner = model.get_submodule(place)
-    if isinstance(inner := getattr(owner, name, None), nn.Module) and isinstance(thing, (nn.Module, WholeTokens)):
-        owner, name, thing = inner, "forward", thing.forward if isinstance(thing, nn.Module) else thing
-    before, had = getattr(owner, name, None), name in vars(owner) or name in owner._parameters or name in owner._buffers
+    if isinstance(thing, InPlace):
+        undo = _set(thing.module, "forward", thing.forward), _set(owner, name, thing.module)
+        return lambda: [each() for each in reversed(undo)]
+    if isinstance(inner := getattr(owner, name, None), nn.Module) and isinstance(thing, nn.Module):
+        owner, name, thing = inner, "forward", thing.forward
+    return _set(owner, name, thing)
+
+
+def _set(owner: nn.Module, name: str, thing: Any) -> Callable[[], Any]:
+    before = getattr(owner, name, None)
+    had = any(name in held for held in (vars(owner), owner._parameters, owner._buffers, owner._modules))
     setattr(owner, name, thing)
     return (lambda: setattr(owner, name, before)) if had else (lambda: delattr(owner, name))
 

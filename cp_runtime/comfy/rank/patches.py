@@ -17,8 +17,9 @@ from ...errors import MirrorError
 from ...recent import Recent
 from ..shared.objects import Settings, write
 from ..shared.patches import MIRRORED, UNLISTED, map_patches, name_of
+from .attributes import attributes_of, globals_of, restore
 from .objects import read
-from .whole_tokens import WholeTokens
+from .whole_tokens import InPlace, WholeTokens
 
 ATTACHED: dict[str, comfy.model_patcher.ModelPatcher] = {}
 """Networks of patches, by key."""
@@ -29,30 +30,23 @@ class Kept:
 
     def __init__(self, things: Any, model: nn.Module) -> None:
         self.things = things
+        self._model, self._attributes = model, attributes_of(model)
         self._modules = {id(module): path for path, module in model.named_modules()}
-        self._first: tuple[object, ...] | None = None
         self.places: dict[object, Any] = {}  # see `WholeTokens`
 
-    def note(self) -> None:
-        """Note how they are before their first call."""
         self._first = self._content()
 
-    @property
-    def is_new(self) -> bool:
-        """Whether their first call runs, or has just ended."""
-        return self._first is not None
-
     def changed(self) -> bool:
-        """Return whether their first call has changed them."""
-        first, self._first = self._first, None
-        return first != self._content()
+        """Return whether calls have changed them, or what they reach. Modules are as before then."""
+        return restore(self._attributes) or self._first != self._content()
 
     def _content(self) -> tuple[object, ...]:
         try:
             written = write(self.things, Settings(refer=self._refer))
         except MirrorError as error:  # with something that no process can be sent: an open file, a lock
             return (str(error),)
-        return written.data, [(id(tensor), versions([tensor])) for tensor in written.tensors]
+        tensors = [(each.data_ptr(), versions([owner])) for each, owner in zip(written.tensors, written.owners, strict=True)]
+        return written.data, tensors, globals_of(self.things)
 
     def _refer(self, value: Any) -> tuple[str, Any] | None:
         if isinstance(value, nn.Module) and id(value) in self._modules:
@@ -61,7 +55,7 @@ class Kept:
 
 
 KEPT: Recent[str, Kept] = Recent(8)
-"""Patches that no table lists, by key: they may note something for the next call. A sampling run begins with new ones."""
+"""Patches that no table lists, by key. A sampling run begins with new ones."""
 
 
 def attach_network(key: str, module: nn.Module, device: torch.device) -> None:
@@ -82,7 +76,6 @@ def read_patches(encoded: Mapping[str, Any], model: nn.Module, call: RunningCall
         data = base64.b64decode(encoded["data"])
         kept = Kept(read(data, encoded["tensors"], device, lambda reference: have[reference[0]](reference[1])).thing, model)
         if key:
-            kept.note()
             KEPT[key] = kept
     things = kept.things
 
@@ -97,7 +90,9 @@ def read_patches(encoded: Mapping[str, Any], model: nn.Module, call: RunningCall
 
     objects = dict(things["objects"])
     for path in encoded["unlisted"]:
-        thing = objects[path].forward if isinstance(objects[path], nn.Module) else objects[path]
-        if callable(thing):
+        thing = objects[path]
+        if isinstance(thing, nn.Module):
+            objects[path] = InPlace(thing, on_all_tokens(path, thing.forward))
+        elif callable(thing):
             objects[path] = on_all_tokens(path, thing)
     return {**map_patches(things, adapted), "objects": objects}

@@ -10,18 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...engine.call import RunningCall
 from ...engine.state import Copied
-from ...errors import ContextParallelError, PatchError
+from ...errors import PatchError
 from ...nested import tensors
+from ...pool.worker import CallCancelledOnRank
 
 ORIGINAL = "original_block"  # in what a replacement of a block gets: runs the block
-OPTIONS = ("transformer_options", "extra_options")  # arguments with options, of which IMG_SLICE counts tokens
+OVERRIDE = "optimized_attention_override"  # all options of the model have it, and their copies
 NOTHING: Mapping[int, Tensor] = MappingProxyType({})
 BITS = 62
 IMG_SLICE = "img_slice"  # [tokens before the image, all tokens]
@@ -50,7 +51,7 @@ class WholeTokens:
 
         def run_block(*given: Any, **named: Any) -> Any:
             self._agree(runs=True)
-            with call.tokens(on_all=False), split.copies() as copies:
+            with call.tokens(on_all=False), split.own_counts(), split.copies() as copies:
                 out = original(*given, **named)
             # Blocks may change their inputs in place, which whoever has called them sees.
             changed = {id(each.local): split.put_back(each) for each in copies if each.local._version != each.version}
@@ -64,10 +65,12 @@ class WholeTokens:
         try:
             with call.tokens(on_all=True):
                 out = self.function(*whole_args, **whole_kwargs)
-        except (ContextParallelError, torch.OutOfMemoryError):
+        except (PatchError, CallCancelledOnRank, torch.OutOfMemoryError):
             raise
         except Exception as error:
             raise PatchError(f"{self._name} raised {type(error).__name__}: {error}") from error
+        finally:
+            split.restore_counts()
         if original is not None:
             self._agree(runs=False)
         split.write_back()
@@ -88,7 +91,15 @@ class WholeTokens:
 
 def plain(thing: Any) -> Any:
     """Return the code itself."""
+    thing = thing.forward if isinstance(thing, InPlace) else thing
     return thing.function if isinstance(thing, WholeTokens) else thing
+
+
+class InPlace(NamedTuple):
+    """A module in the place of one of the model's, and its forward on all tokens."""
+
+    module: nn.Module
+    forward: WholeTokens
 
 
 class _Split:
@@ -99,6 +110,7 @@ class _Split:
         self._named: dict[str, Place] = {}
         self._shapes: dict[torch.Size, Place] = {}
         self._made: list[Copied] = []
+        self._counts: list[tuple[dict[str, Any], Any]] = []
 
     @contextmanager
     def copies(self) -> Iterator[list[Copied]]:
@@ -112,6 +124,10 @@ class _Split:
     def put_back(self, copied: Copied) -> Tensor:
         """Write the ranks' changes of their parts into the tensor with all tokens; return it."""
         return copied.whole.copy_(self._call.gather_joint(copied.local, copied.streams, copied.dim))
+
+    def restore_counts(self) -> None:
+        for options, own in self._counts:
+            options[IMG_SLICE] = own
 
     def write_back(self) -> None:
         """Write changes in place of tensors with all tokens into this rank's."""
@@ -198,13 +214,13 @@ class _Split:
             common = [one & other for one, other in zip(common, row, strict=True)]
         return [next((choices[place] for place in range(len(choices)) if mask >> place & 1), None) for mask in common]
 
-    def _replaced(self, value: Any, made: Mapping[int, Tensor], name: str = "") -> Any:
+    def _replaced(self, value: Any, made: Mapping[int, Tensor]) -> Any:
         if isinstance(value, Tensor):
             return made.get(id(value), value)
         if isinstance(value, dict):
-            if name in OPTIONS:
+            if OVERRIDE in value:
                 return self._options(value)
-            return {key: self._replaced(item, made, str(key)) for key, item in value.items()}
+            return {key: self._replaced(item, made) for key, item in value.items()}
         if isinstance(value, (list, tuple)) and next(tensors(value), None) is not None:
             items = [self._replaced(item, made) for item in value]
             return value._make(items) if hasattr(value, "_make") else type(value)(items)
@@ -213,12 +229,27 @@ class _Split:
         return value
 
     def _options(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Return options that count all tokens."""
+        """Have options count all tokens."""
         joint = next((each for each in self._call.joint_streams if self._state.knows(each)), None)
         if IMG_SLICE not in options or joint is None:
             return options
         lengths = [self._state.lengths[name] for name in joint]
-        return {**options, IMG_SLICE: [sum(lengths[:-1]), sum(lengths)]}
+        if all(each is not options for each, _ in self._counts):  # in place: patches write there for each other
+            self._counts.append((options, options[IMG_SLICE]))
+            options[IMG_SLICE] = [sum(lengths[:-1]), sum(lengths)]
+        return options
+
+    @contextmanager
+    def own_counts(self) -> Iterator[None]:
+        """Have options count this rank's tokens, while active."""
+        whole = [options[IMG_SLICE] for options, _ in self._counts]
+        for options, own in self._counts:
+            options[IMG_SLICE] = own
+        try:
+            yield
+        finally:
+            for (options, _), count in zip(self._counts, whole, strict=True):
+                options[IMG_SLICE] = count
 
 
 def _has_dict(values: Any) -> bool:
@@ -236,9 +267,8 @@ def _named_tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield path, value
     elif isinstance(value, dict):
-        for key, item in value.items():
-            if key not in OPTIONS:
-                yield from _named_tensors(item, f"{path}.{key}")
+        for key, item in value.items() if OVERRIDE not in value else ():
+            yield from _named_tensors(item, f"{path}.{key}")
     elif isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
             yield from _named_tensors(item, f"{path}.{index}")

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from ...errors import MirrorError
 from .assigned import assigned, names_in, set_later
-from .modules import LOADER_SETTINGS, LOCALS, find, full_name, module_name
+from .modules import LOADER_SETTINGS, LOCALS, PACKS, find, full_name, module_name
 from .origin import file_of, in_library, is_computing, is_followed
 
 # They decide where weights lie and which code surrounds the forward in ComfyUI's process; ranks have other devices and duties.
@@ -251,7 +251,7 @@ class _Walk:
 
     def _several(self, name: str, values: Any) -> None:
         """Note containers: those that do not change whole; of others, which may be caches, the functions and classes inside."""
-        whole = isinstance(values, (tuple, frozenset))
+        whole, of_pack = isinstance(values, (tuple, frozenset)), name.startswith(PACKS)  # settings of its nodes, maybe
         if isinstance(values, dict):
             items = [(repr(key), value) for key, value in values.items() if isinstance(key, PLAIN)]
         elif isinstance(values, (set, frozenset)):
@@ -259,7 +259,7 @@ class _Walk:
         else:
             items = [(str(index), value) for index, value in enumerate(values)]
         for key, value in items:
-            if whole or isinstance(value, (*_CODE, tuple)):
+            if whole or isinstance(value, (*_CODE, tuple)) or (of_pack and isinstance(value, PLAIN)):
                 self._value(f"{name}[{key}]", value)
 
     # --- functions --------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from ...comfyui import unrecorded
 from ...compat import hooks_of
 from ...controller.calls import ModelCall
-from ...errors import MirrorError, PatchError, RankError, UnsentError, UnsupportedError
+from ...errors import MirrorError, PatchError, PlanError, RankError, UnsentError, UnsupportedError
 from ...families import PLANS, class_name
 from ...nested import tensors
 from ...pool.config import RuntimeConfig
@@ -115,7 +115,7 @@ class WorkerForward(Replacement):
             mixes_batch=patches.mixes_batch,
             by_conditioning=patches.by_conditioning,
             unlisted=patches.unlisted,
-            compares=patches.is_new,
+            compares=patches.compares,
             all_tokens=attention.all_tokens,
             memory=memory_of_items(owner.model, latent),
             memory_scale=owner.cp_run.memory_scale,
@@ -131,7 +131,7 @@ class WorkerForward(Replacement):
         except UnsupportedError as error:
             owner.refuse_call(error)
         except RankError as error:
-            if error.kind == PatchError.__name__ and patches.unlisted is not None:
+            if error.kind in (PatchError.__name__, PlanError.__name__) and patches.unlisted is not None:
                 owner.refuse_call(patches.unlisted.failed(error.message))
             elif error.kind == UnsentError.__name__:
                 owner.refuse_call(unsent(error.message))

@@ -57,7 +57,7 @@ class PatchSet:
         mixes_batch: one of them needs all items of the batch.
         by_conditioning: one of them needs all items of a conditioning.
         unlisted: those that no table lists; None = there are none.
-        is_new: no call of this run had this code before.
+        compares: this call is to be compared with one device.
     """
 
     encoded: Mapping[str, Any] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class PatchSet:
     mixes_batch: bool = False
     by_conditioning: bool = False
     unlisted: UnlistedPatches | None = None
-    is_new: bool = False
+    compares: bool = False
 
     @classmethod
     def of(
@@ -124,7 +124,10 @@ class PatchSet:
                 "to auto, and leave CP PipeFusion out."
             )
         code = {**written.code, **{full_name(cls): cls for cls in classes}}
-        key, is_new = _noted(model, patcher, written, code) if unlisted and latent is not None else ("", False)
+        key, compares = _noted(model, patcher, written, code) if unlisted and latent is not None else ("", False)
+        whole = UnlistedPatches(tuple(unlisted), patcher) if unlisted else None
+        if whole is not None:
+            whole.check_code()
         return cls(
             encoded={
                 PATCHES: {
@@ -136,10 +139,10 @@ class PatchSet:
             },
             networks=references.networks,
             code=code,
-            mixes_batch=any(each.mixes_batch for each in used),
+            mixes_batch=any(each.mixes_batch for each in used) or (whole is not None and splits_tokens(model)),
             by_conditioning=any(each.by_conditioning for each in used),
-            unlisted=UnlistedPatches(tuple(unlisted), patcher) if unlisted else None,
-            is_new=is_new,
+            unlisted=whole,
+            compares=compares,
         )
 
 
@@ -152,18 +155,19 @@ class _Last(NamedTuple):
     tensors: tuple[int, ...]  # their ids
     counts: tuple[tuple[int, ...] | None, ...]
     key: str
+    calls: int  # of the run, with this code
 
 
 def _noted(model: nn.Module, patcher: Any, written: Written, code: Mapping[str, Any]) -> tuple[str, bool]:
-    """Return the key of the patches that a call has, and whether their code is new in this run. The key is another one after a
-    change in this process: ranks take them anew then."""
+    """Return the key of the patches that a call has, and whether to compare it: the calls 1, 2, 4, 8, ... of a run with their code,
+    as they may begin to act later. The key is another one after a change in this process: ranks take them anew then."""
     run, counts = patcher.cp_run.number, tuple(versions([tensor]) for tensor in written.tensors)
     last = _last.get(model)
-    if last is not None and last[:-1] == (run, frozenset(code), written.data, tuple(map(id, written.tensors)), counts):
-        return last.key, False
-    key = f"{run} {next(_numbers)}"
-    _last[model] = _Last(run, frozenset(code), written.data, tuple(map(id, written.tensors)), counts, key)
-    return key, last is None or (last.run, last.code) != (run, frozenset(code))
+    now = run, frozenset(code), written.data, tuple(map(id, written.tensors)), counts
+    calls = last.calls + 1 if last is not None and last[:2] == now[:2] else 1
+    key = last.key if last is not None and last[:5] == now else f"{run} {next(_numbers)}"
+    _last[model] = _Last(*now, key, calls)
+    return key, calls & (calls - 1) == 0
 
 
 def _check(where: str, patch: Any, model: nn.Module) -> Patch:
@@ -191,6 +195,12 @@ def _check_object(path: str, thing: Any, model: nn.Module) -> ObjectPatch:
     """Return the entry of an object patch in OBJECTS, or UNLISTED_OBJECT. Raises UnsupportedError if it is the transformer's."""
     if path in FORWARDS:
         raise UnsupportedError(f"{made_by(thing)} replaced the forward of {type(model).__name__}.")
+    is_module = isinstance(thing, nn.Module)
+    if splits_tokens(model) and is_module and any(next(each.children(), None) for each in (thing, model.get_submodule(path))):
+        raise UnsupportedError(
+            f"{made_by(thing)} replaced {path} of {type(model).__name__}, which has modules inside that may compute with tokens "
+            "that a rank does not have."
+        )
     name = name_in_pack(code_of(thing))
     place = ".".join("*" if part.isdecimal() else part for part in path.split("."))
     known = next((each for each in OBJECTS.get(name, ()) if each.at == place), None)

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
+from ..shared.reached import COMFY
 from .packs import PACKAGE
-
-COMFY = ("comfy", "comfy_extras", "comfy_api", "comfy_execution", "nodes", "latent_preview")
 
 
 def takes_foreign_part(guider: Any, sampler: Any) -> bool:

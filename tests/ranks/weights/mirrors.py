@@ -110,7 +110,7 @@ def call(mirrors, mesh, ulysses, batch=1, pipeline=None, arguments=None):
     model, settings = mirrors.entries[KEY].patcher.model, SequenceSettings(ulysses_degree=ulysses, ring_degree=1)
     request = Call(
         key=KEY, method="_forward", sequence=settings, ranks=mesh.size, batch_degree=1,
-        by_conditioning=False, for_comparison=False, leading=("x", "timestep"),
+        by_conditioning=False, leading=("x", "timestep"),
         in_place=("control",), memory=(1.0,) * batch, memory_scale=1.0, compile=None, compile_or_raise=True, cancel_every=0,
         value=None, drop=(), pipeline=pipeline,
     )  # fmt: skip

@@ -174,6 +174,25 @@ def _read_off_the_model(model: ModelPatcher) -> None:
     model.set_model_sampler_post_cfg_function(after)
 
 
+def _written_options(model: ModelPatcher) -> None:
+    """One patch writes something into the options for another one."""
+
+    def write(attn: Tensor, extra_options: dict[str, Any]) -> Tensor:
+        extra_options["test_mean"] = attn.mean()
+        return attn
+
+    def read(attn: Tensor, extra_options: dict[str, Any]) -> Tensor:
+        return attn * (1 + extra_options["test_mean"].tanh())
+
+    model.set_model_attn1_output_patch(write)
+    model.set_model_attn1_output_patch(read)
+
+
+def _fewer_blocks(model: ModelPatcher) -> None:
+    blocks = model.get_model_object(f"diffusion_model.{_blocks(model)}")
+    model.add_object_patch(f"diffusion_model.{_blocks(model)}", torch.nn.ModuleList(list(blocks)[:1]))
+
+
 def _runs_on_rank_0(model: ModelPatcher) -> None:
     """Decides by what no other rank has, as a clock would."""
 
@@ -214,6 +233,8 @@ KINDS: dict[str, Callable[[ModelPatcher], None]] = {
     "image_only": _image_only,
     "noted_on_the_model": _noted_on_the_model,
     "read_off_the_model": _read_off_the_model,
+    "written_options": _written_options,
+    "fewer_blocks": _fewer_blocks,
     "by_rank": _by_rank,
     "raises": _raises,
     "raises_on_rank_1": _raises_on_rank_1,
@@ -227,10 +248,3 @@ def TestOnTokens(model: Any, kind: str) -> Any:
     patched = model.clone()
     KINDS[kind](patched)
     return patched
-
-
-@node("MODEL", again=True, model="MODEL")
-def TestForgetful(model: Any) -> Any:
-    """Forget what patches have noted on the transformer."""
-    vars(model.model.diffusion_model).pop("test_calls", None)
-    return model

@@ -174,6 +174,67 @@ def _noted_in_a_dict(model: ModelPatcher) -> None:
     model.set_model_sampler_post_cfg_function(after)
 
 
+def _noted_later(model: ModelPatcher) -> None:
+    notes: dict[str, Any] = {"calls": [0]}
+
+    def note(h: Tensor, options: dict[str, Any]) -> Tensor:
+        if options["sigmas"][0] < 10:
+            notes["mean"] = h.mean()
+        return h * 0.9
+
+    model.set_model_input_block_patch(note)
+
+
+LAST: Any = None
+
+
+class Shelf:
+    """Where a patch notes something."""
+
+    mean: Any = None
+
+
+def _in_a_global(model: ModelPatcher) -> None:
+    def note(h: Tensor, options: dict[str, Any]) -> Tensor:
+        global LAST
+        LAST = h.mean()
+        return h * 0.9
+
+    model.set_model_input_block_patch(note)
+
+
+def _on_a_class(model: ModelPatcher) -> None:
+    def note(h: Tensor, options: dict[str, Any]) -> Tensor:
+        Shelf.mean = h.mean()
+        return h * 0.9
+
+    model.set_model_input_block_patch(note)
+
+
+def _late(model: ModelPatcher) -> None:
+    """Mixes halves, from some step on."""
+    model.set_model_input_block_patch(lambda h, options: h + (0.3 * h.mean(0, keepdim=True) if options["sigmas"][0] < 10 else 0))
+
+
+def _uuids(model: ModelPatcher) -> None:
+    model.set_model_input_block_patch(lambda h, options: h * (1 + 0.1 * len(options.get("uuids") or ())))
+
+
+SETTINGS = {"strength": 1.0}
+
+
+def _settings(model: ModelPatcher) -> None:
+    """Reads what the node has set in its module."""
+    SETTINGS["strength"] = 0.7
+    model.set_model_input_block_patch(lambda h, options: h * SETTINGS["strength"])
+
+
+def _block(model: ModelPatcher) -> None:
+    """Leaves a part of a block out: whoever calls the block calls its parts."""
+    block = model.get_model_object("diffusion_model.middle_block")
+    model.add_object_patch("diffusion_model.middle_block", type(block)(block[0], block[2]))
+
+
 KINDS: dict[str, Callable[[ModelPatcher], None]] = {
     "picture": _picture,
     "closures": _closures,
@@ -185,6 +246,13 @@ KINDS: dict[str, Callable[[ModelPatcher], None]] = {
     "mixes_halves": _mixes_halves,
     "noted": _noted,
     "noted_in_a_dict": _noted_in_a_dict,
+    "noted_later": _noted_later,
+    "in_a_global": _in_a_global,
+    "on_a_class": _on_a_class,
+    "late": _late,
+    "uuids": _uuids,
+    "block": _block,
+    "settings": _settings,
 }
 
 
