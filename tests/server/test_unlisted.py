@@ -68,7 +68,7 @@ REFUSED = {
     "late": "compute something else with that than one device",
     **dict.fromkeys(("state", "cached", "noted", "noted_in_a_dict", "noted_later", "in_a_global", "on_a_class"), NOTES),
     "uuids": "reads uuids of transformer_options",
-    "settings": "SETTINGS[strength], and it does not do so when the workers import it",
+    "settings": "unlisted.SETTINGS['strength'], and the workers have it as ComfyUI imports it now",
 }
 
 
