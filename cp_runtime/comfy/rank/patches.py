@@ -26,14 +26,13 @@ ATTACHED: dict[str, comfy.model_patcher.ModelPatcher] = {}
 
 
 class Kept:
-    """Patches of a model that this rank has read."""
+    """Patches of a model as this rank has read them, some of which no table lists."""
 
     def __init__(self, things: Any, model: nn.Module) -> None:
         self.things = things
-        self._model, self._attributes = model, attributes_of(model)
-        self._modules = {id(module): path for path, module in model.named_modules()}
         self.places: dict[object, Any] = {}  # see `WholeTokens`
-
+        self._attributes = attributes_of(model)
+        self._modules = {id(module): path for path, module in model.named_modules()}
         self._first = self._content()
 
     def changed(self) -> bool:
@@ -74,13 +73,15 @@ def read_patches(encoded: Mapping[str, Any], model: nn.Module, call: RunningCall
     kept = KEPT.get(key)
     if kept is None:
         data = base64.b64decode(encoded["data"])
-        kept = Kept(read(data, encoded["tensors"], device, lambda reference: have[reference[0]](reference[1])).thing, model)
+        things = read(data, encoded["tensors"], device, lambda reference: have[reference[0]](reference[1])).thing
         if key:
-            KEPT[key] = kept
-    things = kept.things
+            kept = KEPT[key] = Kept(things, model)
+    else:
+        things = kept.things
+    places = {} if kept is None else kept.places
 
     def on_all_tokens(where: str, thing: Any) -> WholeTokens:
-        return WholeTokens(thing, call, f"{name_of(thing)} ({where})", kept.places)
+        return WholeTokens(thing, call, f"{name_of(thing)} ({where})", places)
 
     def adapted(where: str, patch: Any) -> Any:
         known = MIRRORED.get(name_of(patch), UNLISTED)
