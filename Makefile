@@ -8,7 +8,7 @@ SETUP = assignments=$$("$(PYTHON)" .ci/setup.py --print) && eval "$$assignments"
 # `python -m pytest` would put the checkout on sys.path, where the folder nodes/ hides ComfyUI's nodes.py.
 PYTEST = "$$CP_PYTHON" -c 'import sys; sys.path[:] = filter(None, sys.path); import pytest; sys.exit(pytest.main())'
 
-.PHONY: help setup test test-quick demo play train-demo pictures bench gpu-check soak machines windows coverage registry definitions lint lint-ruff lint-format lint-mypy lint-codespell
+.PHONY: help setup test test-quick demo play train-demo pictures bench gpu-check soak machines windows packs coverage registry definitions lint lint-ruff lint-format lint-mypy lint-codespell
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1 - \2/p' Makefile
@@ -48,6 +48,9 @@ machines: ## two computers, as two network namespaces: parity, faults, times and
 
 windows: ## ComfyUI and ranks with Windows' Python under Wine, on Debian 12 (a quarter of an hour; WINDOWS_ARGS="-k gloo" for a part of tests/windows, or "-- program.py")
 	@$(SETUP) && "$$CP_PYTHON" .ci/windows.py $(WINDOWS_ARGS) $(if $(strip $(WINDOWS_ARGS)),,&& CP_TEST_WINE=1 $(PYTEST) -v tests/wine)
+
+packs: ## try the nodes of node packs on ranks against the stock graph: a table (PACKS_ARGS="folder ..." of packs; minutes per node)
+	@$(SETUP) && "$$CP_PYTHON" .ci/packs.py $(PACKS_ARGS)
 
 coverage: ## which of ComfyUI's templates run, into docs/generated/coverage.md; COVERAGE_ARGS="--report FILE" reuses what the tests wrote
 	@$(SETUP) && "$$CP_PYTHON" .ci/coverage $(COVERAGE_ARGS)

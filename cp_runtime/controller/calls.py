@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..engine.compiled import CompileSettings
 from ..errors import ProtocolError
 from ..pool.blocks import SharedBlock
-from ..pool.messages import Copy, Describe, Described, Load, Loaded, Region
+from ..pool.messages import CallOutcome, Copy, Describe, Described, Load, Loaded, Region
 from ..pool.protocol import TensorPacker
 from ..recent import Recent
 from ..timing.times import kind_of
@@ -90,6 +90,20 @@ def _no_network(network: nn.Module) -> Sequence[Tensor]:
     raise ProtocolError(f"a call without patches has a network, {type(network).__name__}")
 
 
+class Keeper(Protocol):
+    """Who keeps tensors that patches have noted."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether they are still there."""
+
+    def fetch(self, number: int, device: torch.device) -> Tensor:
+        """Return a tensor by its number. Raises PoolError: it is gone."""
+
+    def drop(self, number: int) -> None:
+        """Keep it no longer."""
+
+
 class Unlisted(Protocol):
     """Patches of other nodes that no table lists."""
 
@@ -100,12 +114,13 @@ class Unlisted(Protocol):
     def check_devices(self, names: Sequence[str]) -> None:
         """Raise UnsupportedError if ranks on these devices may disagree about what the patches make of the same tokens."""
 
-    def check(self, difference: float | None, changed: bool) -> None:
-        """Raise UnsupportedError if a call with them is not to be trusted.
+    def check(self, difference: float | None, outcomes: Sequence[CallOutcome], keeper: Keeper) -> None:
+        """Note here what they have noted on the ranks. Raise UnsupportedError if a call with them is not to be trusted.
 
         Args:
             difference: of its result from that on one device, in standard deviations; None = it was not compared.
-            changed: they have noted something in it.
+            outcomes: of the call on each rank.
+            keeper: of the tensors among what they have noted.
         """
 
 

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -18,6 +18,7 @@ import torch
 from ..errors import ChangedFileError, MirrorError, PoolError, ProtocolError, RankError, RankOutOfMemory
 from ..nested import difference
 from ..pool.config import RuntimeConfig, WorkerSite
+from ..pool.messages import Fetch
 from ..pool.peers import forget_fallbacks
 from ..pool.settings import WHOLE
 from ..pool.worker_pool import CallCancelled
@@ -34,6 +35,23 @@ RESTART_TIMEOUT = 15.0  # seconds for a prompt to end after its workers are kill
 CLOSE_TIMEOUT = 3.0  # the same, at exit
 MORE_ROOM = 2.0  # factor on the expected memory of a call, after a rank had too little
 POLL = 0.1  # seconds between two polls for Cancel while another thread holds the lock
+
+
+class Kept(NamedTuple):
+    """Workers that keep tensors which patches have noted."""
+
+    controller: Controller
+    workers: Workers
+
+    @property
+    def alive(self) -> bool:
+        return self.controller.workers is self.workers and self.workers.pool.alive
+
+    def fetch(self, number: int, device: torch.device) -> torch.Tensor:
+        return self.controller.fetch(self.workers, number, device)
+
+    def drop(self, number: int) -> None:
+        self.workers.dropped.append(number)
 
 
 class Controller:
@@ -127,6 +145,14 @@ class Controller:
                 self.journal.run.inside(time.monotonic() - began, extra)
             return out
 
+    def fetch(self, workers: Workers, number: int, device: torch.device) -> torch.Tensor:
+        """Return a tensor that patches have noted on these workers. Raises PoolError: they are gone."""
+        with self._lock:
+            if self.workers is not workers:
+                raise PoolError("a node reads a tensor that the workers had before their restart. Queue the prompt again.")
+            value: torch.Tensor = workers.pool.result(workers.pool.request(Fetch(number=number)), device)
+            return value
+
     def unload(self, key: str) -> None:
         """Make the workers drop a model, and their cached conditioning. Never raises."""
         if self.resident(key) is None:  # do not wait for the lock with nothing to do
@@ -194,8 +220,8 @@ class Controller:
         if record.at_work > 1 and call.compares:
             log.info("running this call once more, on one device: %s", call.unlisted)
             alone = self.workers.measure(config, target, call, self.journal.run, cancelled)
-        changed = any(report.outcome.patches_changed for report in record.reports)
-        call.unlisted.check(None if alone is None else difference(out, alone), changed)
+        outcomes = [report.outcome for report in record.reports]
+        call.unlisted.check(None if alone is None else difference(out, alone), outcomes, Kept(self, self.workers))
 
     def _compare(
         self,

@@ -41,6 +41,7 @@ class Workers:
         failure: error of the last use of the ranks; None = it succeeded.
         comparing: a call is repeated on one device.
         pace: of the calls.
+        dropped: numbers of tensors, noted by patches, that nobody needs any more.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Workers:
         self._shortages = shortages
         self._left: set[str] = set()  # kinds of uncompiled blocks; the log has named them
         self.pace = Pace()
+        self.dropped: list[int] = []
 
     def start(self, cancelled: Callable[[], bool] | None) -> None:
         pool = self.pool
@@ -143,7 +145,7 @@ class Workers:
         failed, expected = self._shortages.of(config.devices, kind), target.demand.call
         count, choice = ranks.most, None
         with _harmless():
-            if config.chooses_ranks and not call.by_conditioning:  # whose patches may note something for the next call
+            if config.chooses_ranks and call.unlisted is None:  # such patches may note something for the next call
                 count = chooser.choose(kind, ranks, lambda n: n not in failed and self._fits(ranks.largest_part(n) * expected))
         try:
             out, record = self._run(config, target.key, call, kind, count, cancelled)
@@ -180,7 +182,7 @@ class Workers:
         kind = run.now or call.kind(target.kind)
         self.comparing = True
         try:
-            out, record = self._run(config, target.key, call, kind, 1, cancelled)
+            out, record = self._run(config, target.key, call, kind, 1, cancelled, repeats=True)
         except RankOutOfMemory as error:
             if not self.pool.alive:
                 raise
@@ -210,10 +212,17 @@ class Workers:
         return self.room is None or nbytes <= self.room
 
     def _run(
-        self, config: RuntimeConfig, key: str, call: ModelCall, kind: str, ranks: int, cancelled: Callable[[], bool]
+        self,
+        config: RuntimeConfig,
+        key: str,
+        call: ModelCall,
+        kind: str,
+        ranks: int,
+        cancelled: Callable[[], bool],
+        repeats: bool = False,
     ) -> tuple[Any, CallRecord]:
-        """Run a call of the model `key` on `ranks` ranks. Return its output and its record."""
-        began = time.monotonic()
+        """Run a call of the model `key` on `ranks` ranks. Return its output and its record. `repeats`: it is the last one again."""
+        began, dropped = time.monotonic(), () if repeats else tuple(self.dropped)
         value, drop, packer = self.models.encoder.encode(call.arguments, {*call.leading, *call.in_place})
         request = Call(
             key=key,
@@ -231,12 +240,16 @@ class Workers:
             compile_or_raise=config.on_unsupported == "error",
             cancel_every=self.pace.modules_per_check(kind, ranks),
             pipeline=config.staged if self.models.resident[key].choice.placement == STAGED else None,
+            is_repeated=call.compares and not repeats,
+            repeats=repeats,
+            dropped=dropped,
             value=value,
             drop=drop,
         )
         self.models.begin(self.models.resident[key].name)
         replies = self.pool.request(request, packer, timeout=config.step_timeout, cancelled=cancelled)
         self.models.encoder.delivered()
+        del self.dropped[: len(dropped)]
         self._warn_of_left(replies)
         out = self.pool.result(replies, call.device)
         seconds = time.monotonic() - began

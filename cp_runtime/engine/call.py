@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -45,6 +45,19 @@ class Scope(NamedTuple):
     range: AbstractContextManager[Any] = nullcontext()
 
 
+class Blocks(Protocol):
+    """Runs blocks on this rank's tokens inside code that has all of them."""
+
+    def enter(self, name: str) -> None:
+        """Enter a block."""
+
+    def split(self, values: Any, plan: ModulePlan) -> Any:
+        """Return this rank's tokens of the arguments that a block's plan does not name."""
+
+    def leave(self, name: str, out: Any) -> Any:
+        """Leave a block; return all tokens of its output."""
+
+
 class RunningCall:
     """A call from beginning to end. Only the values that transforms put into `kept` outlive it.
 
@@ -59,7 +72,8 @@ class RunningCall:
         ask: called before the ranks exchange tokens; if set, they also compare masks, for which they wait for the device.
         in_joint_order: attention functions get all tokens in the order of one process, for those that tell them by position.
         expects_attention: missing an attention that should be shared is an error.
-        on_all: modules get all tokens at this point of the forward, on every rank.
+        blocks: runs blocks on this rank's tokens inside code that has all of them.
+        entered: the blocks that run so now, by name.
     """
 
     def __init__(
@@ -81,7 +95,8 @@ class RunningCall:
         self.ask: Callable[[], None] | None = None
         self.in_joint_order = False
         self.expects_attention = True
-        self.on_all = False
+        self.blocks: Blocks | None = None
+        self.entered: dict[str, Blocks] = {}
 
     @property
     def shares(self) -> bool:
@@ -91,7 +106,7 @@ class RunningCall:
     @property
     def attention_is_local(self) -> bool:
         """Whether attention at this point of the forward needs no communication."""
-        return self.on_all or not (self.shares and any(map(self.knows, self.scope.streams)))
+        return self.state.on_all or not (self.shares and any(map(self.knows, self.scope.streams)))
 
     @property
     def joint_streams(self) -> list[tuple[str, ...]]:
@@ -100,14 +115,15 @@ class RunningCall:
         return list(dict.fromkeys(streams for streams in modules if streams and len(streams) > 1))
 
     @contextmanager
-    def tokens(self, on_all: bool) -> Iterator[None]:
-        """Have modules get all tokens while active, or this rank's."""
-        before, self.on_all = self.on_all, on_all
+    def tokens(self, on_all: bool, blocks: Blocks | None = None) -> Iterator[None]:
+        """Have modules get all tokens while active, or this rank's. `blocks`: runs those of them that hold tokens."""
+        before = self.state.on_all, self.blocks, self.entered
+        self.state.on_all, self.blocks, self.entered = on_all, blocks, dict(self.entered)
         self._shared += on_all  # who computes on all tokens has no attention to share
         try:
             yield
         finally:
-            self.on_all = before
+            self.state.on_all, self.blocks, self.entered = before
 
     def enter_module(self, name: str, plan: ModulePlan) -> None:
         if self._on_module is not None:

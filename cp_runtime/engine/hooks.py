@@ -63,7 +63,7 @@ class InstalledPlan(Generic[PlanT]):
                     parameter, keyword = argument.partition(".")[::2]
                     inputs.append((keyword or parameter, positions[parameter], transform, f"{name}({argument})"))
                 enter, leave = partial(_enter_module, name, module_plan, inputs), partial(_leave_module, name, module_plan)
-                self._hook(module, enter, leave, method_of(pattern))
+                self._hook(module, enter, leave, method_of(pattern), on_all=True)
                 for local in module_plan.local:
                     for _, inner in find_modules(module, local):
                         self._undo.append(inner.register_forward_pre_hook(partial(self._at_local, 1)).remove)
@@ -137,9 +137,13 @@ class InstalledPlan(Generic[PlanT]):
         enter: Callable[..., Any] | None,
         leave: Callable[..., Any] | None,
         method: str = "forward",
+        on_all: bool = False,
     ) -> None:
-        """Run functions before and after a module, during calls only. They get the running call, then a torch hook's arguments."""
-        enter, leave = (hook and self._in_call(hook) for hook in (enter, leave))
+        """Run functions before and after a module, during calls only. They get the running call, then a torch hook's arguments.
+
+        `on_all`: also while modules get all tokens.
+        """
+        enter, leave = (hook and self._in_call(hook, on_all) for hook in (enter, leave))
         if method != "forward":
             self._undo.append(_hook_method(module, method, enter, leave))
             return
@@ -186,9 +190,9 @@ class InstalledPlan(Generic[PlanT]):
                 'its attention was not shared. Use the attention backend "native": model.set_attention_backend("native").'
             )
 
-    def _in_call(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+    def _in_call(self, hook: Callable[..., Any], on_all: bool) -> Callable[..., Any]:
         def run(*given: Any) -> Any:
-            return None if self.current is None or self.current.on_all else hook(self.current, *given)
+            return None if self.current is None or (self.current.state.on_all and not on_all) else hook(self.current, *given)
 
         return run
 
@@ -280,24 +284,40 @@ def _enter_module(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Any, ...]:
-    call.enter_module(name, plan)
+    blocks = call.blocks if call.state.on_all and plan.is_block else None
+    if blocks is not None:
+        blocks.enter(name)
     values, named = list(args), dict(kwargs)
+    if not call.state.on_all:
+        call.enter_module(name, plan)
     for keyword, position, transform, where in inputs:
         if keyword in named:
             named[keyword] = call.local(transform, named[keyword], where)
         elif position < len(values):
             values[position] = call.local(transform, values[position], where)
+    if call.state.on_all:  # that was for the lengths of streams, which a plan may have from this module
+        return args, kwargs
+    if blocks is not None and not plan.names_tokens:
+        planned = {name for keyword, position, *_ in inputs for name in (keyword, position)}
+        values = [each if place in planned else blocks.split(each, plan) for place, each in enumerate(values)]
+        named = {name: each if name in planned else blocks.split(each, plan) for name, each in named.items()}
     return tuple(values), named
 
 
 def _leave_module(name: str, plan: ModulePlan, call: RunningCall, _: nn.Module, __: Any, value: Any) -> Any:
-    call.leave_module(plan)
+    if (blocks := call.entered.get(name)) is not None and not call.state.on_all:
+        value = blocks.leave(name, value)  # from here on, all tokens
+        call.leave_module(plan)
+        return value
+    if not call.state.on_all:
+        call.leave_module(plan)
     if not plan.outputs:
         return None
     changes = {i: partial(call.local, split, where=f"{name} output {i}") for i, split in plan.outputs.items()}
     # Other transforms may handle other objects that hold tokens.
     of_tensors = any(isinstance(split, ContextParallelInput) for split in plan.outputs.values())
-    return _map_outputs(value, changes, name, of_tensors)
+    changed = _map_outputs(value, changes, name, of_tensors)
+    return None if call.state.on_all else changed
 
 
 def _complete_output(

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..errors import PlanError
 from .state import AttentionStreams
-from .transforms import ContextParallelOutput, Transform, check_names
+from .transforms import ContextParallelInput, ContextParallelOutput, Transform, check_names
 
 # Arguments of a module's forward -> candidate streams of the attention inside it; empty = no communication.
 AttentionRule = Callable[[Mapping[str, Any]], Sequence[AttentionStreams]]
@@ -46,6 +46,16 @@ class ModulePlan:
     def only_attention(self) -> bool:
         """Whether the plan names the streams of attention, and nothing else."""
         return self.attention is not None and not (self.inputs or self.outputs or self.local or self.separate or self.when)
+
+    @property
+    def names_tokens(self) -> bool:
+        """Whether the plan says which arguments are tokens."""
+        return any(isinstance(each, ContextParallelInput) and not each.side for each in self.inputs.values())
+
+    @property
+    def is_block(self) -> bool:
+        """Whether the module computes with the tokens of all ranks."""
+        return bool(self.attention) or self.names_tokens
 
     def __post_init__(self) -> None:
         check_names(self, "attention", "keys", "local")

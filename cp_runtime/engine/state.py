@@ -48,8 +48,10 @@ class CallState:
             It replaces the mask that a module makes for the padding on this rank.
         in_turn: streams of the attentions that follow each other, over and over, if a transform knows them.
         whole: streams gathered on every rank.
+        on_all: modules get all tokens at this point of the forward, on every rank.
         copies: where somebody needs them, the inputs of modules that are split.
         gathers: whether neighbouring tokens are gathered.
+        noted: for the caller, what patches of node packs have noted.
     """
 
     def __init__(
@@ -71,7 +73,9 @@ class CallState:
         self.padding: dict[tuple[str, ...], Tensor] = {}
         self.in_turn: list[AttentionStreams] = []
         self.whole: set[str] = set()
+        self.on_all = False
         self.copies: list[Copied] | None = None
+        self.noted: Any = None
         self._splits: dict[str, Split] = {}
         self._layouts: dict[tuple[str, ...], JointLayout] = {}
         self._around: list[tuple[Any, ...]] = []

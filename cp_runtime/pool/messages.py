@@ -6,7 +6,7 @@ which are checked one by one. A value with tensors in it is a `Tree` (see `proto
 
 | Sent by | Messages |
 |---|---|
-| the controller, to every rank | `Request`: `Import`, `Connect`, `Probe`, `Measure`; `Echo`, `Locate`, `Load`, `Call`, `AttachNetwork`, `Drop`, `MakeRoom`, `Available`; `Shutdown` |
+| the controller, to every rank | `Request`: `Import`, `Connect`, `Probe`, `Measure`; `Echo`, `Locate`, `Load`, `Call`, `Fetch`, `AttachNetwork`, `Drop`, `MakeRoom`, `Available`; `Shutdown` |
 | the controller, out of turn, to every rank | `Cancel`, and when all have answered `Leave` |
 | every rank, once per command | `Report`: what its request names, or `Cancelled`, or `Failure` |
 | every rank, out of turn | `Beat`; `Arrived`, the answer to `Cancel` |
@@ -197,7 +197,8 @@ class CallOutcome:
     predicted_bytes: float = 0.0
     prelude: float = 0.0  # seconds until the forward began
     staged: Staged | None = None  # None where every rank computes all blocks
-    patches_changed: bool = False  # patches of other nodes that no table lists have noted something
+    noted: str = ""  # what patches of other nodes that no table lists have noted: `comfy.shared.noted`
+    unsaid: str = ""  # why that cannot be said
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -387,6 +388,17 @@ class Call(Packed[CallReport]):
     compile_or_raise: bool  # a block that cannot be compiled is an error
     cancel_every: int  # planned modules between two polls for Cancel; 0 = none
     pipeline: PipelineSettings | None = None  # of a model in stages
+    is_repeated: bool = False  # the same follows once more, on one rank
+    repeats: bool = False  # this is that one
+    dropped: tuple[int, ...] = ()  # numbers of tensors, noted by patches, that nobody needs any more
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fetch(Request[Value]):
+    """Return a tensor that patches have noted."""
+
+    report: ClassVar[type[Any]] = Value
+    number: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -435,7 +447,7 @@ KINDS: dict[str, type[Message]] = {
     kind.__name__: kind
     for kind in (
         Import, Connect, Probe, Compare, Measure, Shutdown, Cancel, Arrived, Leave, Beat, Echo, Locate, Load, Call, AttachNetwork,
-        Describe, Drop, MakeRoom, Available,
+        Describe, Drop, Fetch, MakeRoom, Available,
         Done, Cancelled, Failure, Imported, Connected, Compared, Ready, Value, Located, Loaded, Described, Room, CallReport,
     )
 }  # fmt: skip

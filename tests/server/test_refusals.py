@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 from support.graphs import flux_prompt, wan_prompt
 from support.latents import assert_close, differ
-from support.node_graphs import POSITIVE, GraphCase, completed, node
+from support.node_graphs import GraphCase, completed, node
 from support.server_events import PromptRejected
 
 SINGLE = {"world_size": 2, "on_unsupported": "single device"}
@@ -94,7 +94,6 @@ def test_patches_inside_the_transformer_are_refused_or_run_on_a_single_device(ki
 
 REFUSED = [
     (flux_prompt, "multigpu", "MultiGPU CFG Split"),
-    (flux_prompt, "on_load", "runs code whenever the model is loaded"),
     (partial(wan_prompt, ckpt="wan_i2v"), "chosen_attention", "the model file chooses attention_of_a_pack for blocks.0.self_attn"),
 ]
 COMPILING = [
@@ -144,12 +143,7 @@ def test_a_layer_of_a_class_that_a_node_made(server):
     server.free_first()
 
 
-HOOKS = {
-    "hook": node("CreateHookLoraModelOnly", lora_name="flux_lora.safetensors", strength_model=1.0),
-    "hooked": node("ConditioningSetProperties", cond_NEW=POSITIVE, hooks=["hook", 0]),
-}
 WHOLE_MODELS = {
-    "weight hooks": (GraphCase(flux_prompt, HOOKS, {"positive": ["hooked", 0]}), ["weight hooks"]),
     "another family": (
         GraphCase(
             partial(flux_prompt, ckpt="flux_schnell", guidance=-1),

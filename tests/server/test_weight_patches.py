@@ -193,3 +193,56 @@ def test_merge(name, place, weights, server):
         check(server, GraphCase(wan_prompt, NESTED, settings={**settings, "after_apply": [REFUSED_BY_WAN]}), SINGLE)
     else:
         check(server, GraphCase(wan_prompt, NESTED, settings=settings), {**CP, "weights": weights}, GraphCase(wan_prompt))
+
+
+# --- weight hooks: weights that change from one half of CFG to the other, and from step to step ------------------------
+
+
+def hooks(strength=1.0, name="hook", lora="flux_lora"):
+    return {name: node("CreateHookLoraModelOnly", lora_name=f"{lora}.safetensors", strength_model=strength)}
+
+
+FADING = {
+    "frames": node(
+        "CreateHookKeyframesInterpolated",
+        strength_start=1.0, strength_end=0.2, interpolation="linear", start_percent=0.0, end_percent=1.0, keyframes_count=3,
+    ),
+    "faded": node("SetHookKeyframes", hooks=["hook", 0], hook_kf=["frames", 0]),
+}  # fmt: skip
+HOOKED = node("ConditioningSetProperties", cond_NEW=POSITIVE, hooks=["hook", 0])
+OTHER_HOOKED = node("ConditioningSetProperties", cond_NEW=NEGATIVE, hooks=["other", 0])
+GUIDED = partial(flux_prompt, cfg=3.0, steps=4)
+HOOKS = {
+    "one half": GraphCase(GUIDED, hooks() | {"hooked": HOOKED}, {"positive": ["hooked", 0]}),
+    "a strength for each half": GraphCase(
+        GUIDED,
+        hooks() | hooks(-0.5, "other") | {"hooked": HOOKED, "other_hooked": OTHER_HOOKED},
+        {"positive": ["hooked", 0], "negative": ["other_hooked", 0]},
+    ),
+    "keyframes": GraphCase(
+        partial(flux_prompt, steps=4),
+        hooks() | FADING | {"hooked": node("ConditioningSetProperties", cond_NEW=POSITIVE, hooks=["faded", 0])},
+        {"positive": ["hooked", 0]},
+    ),
+    "beside a LoRA": GraphCase(
+        GUIDED, hooks(0.7) | {"hooked": HOOKED}, {"positive": ["hooked", 0]}, settings={"loras": ["flux_lora"]}
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HOOKS)
+@pytest.mark.parametrize("weights", ["whole", "sharded"])
+def test_weight_hooks(case, weights, server):
+    check(server, HOOKS[case], {**CP, "weights": weights}, HOOKS[case].without())
+    plain = GraphCase(flux_prompt, matters=False)  # nothing of them is left
+    check(server, plain, {**CP, "weights": weights})
+
+
+def test_a_callback_at_load_changes_the_model_of_the_ranks_as_well(server):
+    case = GraphCase(flux_prompt, settings={"model_nodes": [("TestPatch", {"kind": "on_load"})]})
+    server.free_first()
+    expected = server.sample(case.build())
+    server.free_first()
+    assert_close(server.sample(case.build(cp=CP)), expected)
+    server.free_first()
+    assert differ(expected, server.sample(flux_prompt()))

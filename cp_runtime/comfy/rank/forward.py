@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ from .attention import attention_by_name, attention_override, compiled_attention
 from .batch import COND_KINDS, share_out, take_items
 from .layers import functions_of
 from .sparse import SparseAttention
+
+if TYPE_CHECKING:
+    from .patches import CallPatches
 
 SHARED = ("control", "transformer_options")  # arguments that every run of a forward gets unchanged
 
@@ -56,21 +59,23 @@ def run_sharded(
             functions = functions_of(installed.model, layers)
             options[LAYERS] = {name: attention_override(call, function) for name, function in functions.items()}
         override = attention_override(call)
+        patches: CallPatches | None = None
         in_place: AbstractContextManager[None] = nullcontext()
         if PATCHES in options:
-            from .pack_objects import objects_in_place  # which need ComfyUI; the rest of this file does not
-            from .patches import read_patches
+            from .patches import read_patches  # which needs ComfyUI; the rest of this file does not
 
             device = next(tensors(list(arguments.values()))).device
-            options |= read_patches(options.pop(PATCHES), installed.model, call, device)
-            if objects := options.pop("objects"):
-                in_place = objects_in_place(objects, installed.model, call, override)
+            patches = read_patches(options.pop(PATCHES), installed.model, call, device)
+            options |= patches.options
+            in_place = patches.in_place(installed.model, call, override)
         named = {**arguments, "transformer_options": options}
         call.state.arguments = named
         if arguments.get("control") is not None:
             named["control"] = _local_control(arguments, call.state, plan)
         gates = nullcontext() if sparse is None else sparse.gates(installed.model)
         with in_place, gates, attention_by_name(plan.attention_names, override), serving(compiled_attention(call)):
+            if patches is not None:
+                forward, call.state.noted = patches.forward(forward, installed.model), patches.notes
             return installed.forward(forward, **named), call.state
 
 
@@ -127,7 +132,8 @@ class LocalResiduals(Sequence[Tensor | None]):
             return None
         # Whole once the tokens are gathered, and before any are split: a patch may skip the first blocks.
         known = self._state.lengths.keys() >= set(self._streams)
-        key, whole = residual.data_ptr(), not known or self._state.whole.issuperset(self._streams)
+        whole = self._state.on_all or not known or self._state.whole.issuperset(self._streams)
+        key = residual.data_ptr()
         local = self._copies.pop((key, whole), None)
         if local is None:
             local = _copied(residual if whole else self._take(residual), self._device)

@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import replace
 from mmap import mmap
 from typing import Any
 
@@ -31,7 +30,6 @@ from ...pool.tensor_cache import owned
 from ...system import system
 from ..shared.fingerprint import code_of, digest_of, found
 from ..shared.formats import formats_of
-from ..shared.forward import PATCHES
 from ..shared.weights import weight_patches_digest
 from .batch import CallPart, Given, part_of, take_items
 from .files import OwnFiles
@@ -49,9 +47,10 @@ from .memory import (
     room,
 )
 from .model import Mirror
+from .noted import HELD
 from .objects import read_leaves, read_model
 from .packs import FAILED, import_packs
-from .patches import ATTACHED, KEPT, attach_network
+from .patches import ATTACHED, PLACES, attach_network
 from .quantised import own_formats, shared_scales
 from .texts import texts_that_fit
 
@@ -142,7 +141,9 @@ class Mirrors:
             the output, and the outcome of the call. No output on an idle rank.
         """
         began = time.perf_counter()
-        mirror, patches = self.mirror_of(request.key), (arguments.get("transformer_options") or {}).get(PATCHES, {})
+        mirror = self.mirror_of(request.key)
+        if not request.repeats:
+            HELD.begin(request.dropped, request.is_repeated)
         part = part_of(mirror.installed.plan, request, arguments, mesh, alone=request.ranks == 1 and mirror.placement != WHOLE)
         if part is None:
             return None, CallOutcome(
@@ -153,10 +154,13 @@ class Mirrors:
         prelude = time.perf_counter() - began
         # Not inference_mode, which does not count changes in place: see `CallState.once`.
         scales = shared_scales(part.mesh.whole) if mirror.formats else nullcontext()
-        with torch.no_grad(), scales, texts_that_fit(given.arguments):
-            out, outcome = self._run(mirror, request, part, given, planner, (on_module, on_run), prelude)
-        kept = KEPT.get(patches.get("key", ""))
-        return out, outcome if kept is None else replace(outcome, patches_changed=kept.changed())
+        held = HELD.as_before() if request.repeats else nullcontext()
+        with torch.no_grad(), scales, held, texts_that_fit(given.arguments):
+            return self._run(mirror, request, part, given, planner, (on_module, on_run), prelude)
+
+    def held(self, number: int) -> Tensor:
+        """Return a tensor that patches have noted. Raises MirrorError: it is not here any more."""
+        return HELD[number]
 
     def _prepare(self, mirror: Mirror, request: Call, part: CallPart, arguments: dict[str, Any]) -> Given:
         """Move the weights to the device, and leave room for the call; return this rank's part of the arguments."""
@@ -214,6 +218,7 @@ class Mirrors:
             predicted_bytes=planner.bytes_sent,
             prelude=prelude,
             staged=staged,
+            **({} if request.repeats or state.noted is None else state.noted.told()),
         )
 
     def free_buffers(self, keep: Mirror | None = None) -> None:
@@ -247,7 +252,7 @@ class Mirrors:
                 self.entries.pop(key).drop()
             if key in ATTACHED:
                 forget(ATTACHED.pop(key))
-        KEPT.clear()
+        PLACES.clear()
         gc.collect()  # modules and hooks refer to each other
         model_management.soft_empty_cache()
         system.trim_heap()

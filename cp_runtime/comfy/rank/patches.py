@@ -3,97 +3,97 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import comfy.model_patcher
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ...compat import versions
 from ...engine.call import RunningCall
-from ...errors import MirrorError
 from ...recent import Recent
-from ..shared.objects import Settings, write
+from ..shared.noted import Notes
 from ..shared.patches import MIRRORED, UNLISTED, map_patches, name_of
-from .attributes import attributes_of, globals_of, restore
+from .noted import HELD, NotesHere
 from .objects import read
+from .pack_objects import objects_in_place
 from .whole_tokens import InPlace, WholeTokens
 
 ATTACHED: dict[str, comfy.model_patcher.ModelPatcher] = {}
 """Networks of patches, by key."""
 
 
-class Kept:
-    """Patches of a model as this rank has read them, some of which no table lists."""
-
-    def __init__(self, things: Any, model: nn.Module) -> None:
-        self.things = things
-        self.places: dict[object, Any] = {}  # see `WholeTokens`
-        self._attributes = attributes_of(model)
-        self._modules = {id(module): path for path, module in model.named_modules()}
-        self._first = self._content()
-
-    def changed(self) -> bool:
-        """Return whether calls have changed them, or what they reach. Modules are as before then."""
-        return restore(self._attributes) or self._first != self._content()
-
-    def _content(self) -> tuple[object, ...]:
-        try:
-            written = write(self.things, Settings(refer=self._refer))
-        except MirrorError as error:  # with something that no process can be sent: an open file, a lock
-            return (str(error),)
-        tensors = [(each.data_ptr(), versions([owner])) for each, owner in zip(written.tensors, written.owners, strict=True)]
-        return written.data, tensors, globals_of(self.things)
-
-    def _refer(self, value: Any) -> tuple[str, Any] | None:
-        if isinstance(value, nn.Module) and id(value) in self._modules:
-            return "module", self._modules[id(value)]
-        return ("network", id(value)) if isinstance(value, comfy.model_patcher.ModelPatcher) else None
+PLACES: Recent[str, dict[object, Any]] = Recent(8)
+"""Where tokens are in what patches get, by the key of the patches: see `WholeTokens`."""
 
 
-KEPT: Recent[str, Kept] = Recent(8)
-"""Patches that no table lists, by key. A sampling run begins with new ones."""
+@dataclass(frozen=True)
+class CallPatches:
+    """The patches of a call, as this rank applies them.
+
+    Args:
+        options: `patches` and `patches_replace` of transformer_options, which expect this rank's tokens.
+        objects: object patches, by their path in the model.
+        notes: what those that no table lists have noted; None = there are none.
+        on_all: makes code that gets all tokens, where the model's forward is such code.
+    """
+
+    options: Mapping[str, Any]
+    objects: Mapping[str, Any]
+    notes: NotesHere | None
+    on_all: Callable[[str, Any], WholeTokens] | None
+
+    @contextmanager
+    def in_place(self, model: nn.Module, call: RunningCall, override: Callable[..., Tensor]) -> Iterator[None]:
+        """Have objects and notes stand in the model, while active. `override`: see `objects_in_place`."""
+        objects = objects_in_place(self.objects, model, call, override) if self.objects else nullcontext()
+        with objects, nullcontext() if self.notes is None else self.notes.in_place():
+            yield
+
+    def forward(self, stock: Callable[..., Any], model: nn.Module) -> Callable[..., Any]:
+        """Return the model's forward in the place of its own."""
+        forward = vars(model).get(stock.__name__, stock)
+        return forward if self.on_all is None else self.on_all(stock.__name__, forward)
 
 
 def attach_network(key: str, module: nn.Module, device: torch.device) -> None:
     ATTACHED[key] = comfy.model_patcher.ModelPatcher(module, load_device=device, offload_device=torch.device("cpu"))
 
 
-def read_patches(encoded: Mapping[str, Any], model: nn.Module, call: RunningCall, device: torch.device) -> dict[str, Any]:
-    """Read the patches of a call: `patches` and `patches_replace` of transformer_options, which expect this rank's tokens, and
-    object patches by their path in the model, as `objects`."""
+def read_patches(encoded: Mapping[str, Any], model: nn.Module, call: RunningCall, device: torch.device) -> CallPatches:
+    """Read the patches of a call."""
     have: dict[str, Callable[[Any], Any]] = {
         "module": model.get_submodule,
         "network": ATTACHED.__getitem__,
         "compression": lambda factor: SimpleNamespace(spacial_compression_encode=lambda: factor),
+        "held": HELD.__getitem__,
     }
-    key = encoded["key"]
-    kept = KEPT.get(key)
-    if kept is None:
-        data = base64.b64decode(encoded["data"])
-        things = read(data, encoded["tensors"], device, lambda reference: have[reference[0]](reference[1])).thing
-        if key:
-            kept = KEPT[key] = Kept(things, model)
-    else:
-        things = kept.things
-    places = {} if kept is None else kept.places
+    data = base64.b64decode(encoded["data"])
+    things = read(data, encoded["tensors"], device, lambda reference: have[reference[0]](reference[1])).thing
+    places = PLACES.setdefault(encoded["key"], {})
 
     def on_all_tokens(where: str, thing: Any) -> WholeTokens:
         return WholeTokens(thing, call, f"{name_of(thing)} ({where})", places)
 
     def adapted(where: str, patch: Any) -> Any:
         known = MIRRORED.get(name_of(patch), UNLISTED)
-        if known is UNLISTED:
+        if known is UNLISTED or encoded["on_root"]:
             return on_all_tokens(where, patch)
         return known.adapt(patch, call) if known.adapt and call.mesh.size > 1 else patch
 
     objects = dict(things["objects"])
     for path in encoded["unlisted"]:
-        thing = objects[path]
+        thing, on_all = objects[path], encoded["on_root"] and "." not in path  # its caller has all tokens already
         if isinstance(thing, nn.Module):
-            objects[path] = InPlace(thing, on_all_tokens(path, thing.forward))
-        elif callable(thing):
+            objects[path] = InPlace(thing, thing.forward if on_all else on_all_tokens(path, thing.forward))
+        elif callable(thing) and not on_all:
             objects[path] = on_all_tokens(path, thing)
-    return {**map_patches(things, adapted), "objects": objects}
+    return CallPatches(
+        map_patches(things, adapted),
+        objects,
+        None if things["notes"] is None else NotesHere(Notes(**things["notes"]), model),
+        on_all_tokens if encoded["on_root"] else None,
+    )

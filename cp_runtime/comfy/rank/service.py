@@ -14,7 +14,20 @@ from ...comfyui import forbid_recording
 from ...compat import on_compilation
 from ...engine.cost import DegreePlanner
 from ...engine.ranks.profiling import CallTraces
-from ...pool.messages import AttachNetwork, Available, Call, CallReport, Describe, Drop, Load, Loaded, Locate, MakeRoom, Request
+from ...pool.messages import (
+    AttachNetwork,
+    Available,
+    Call,
+    CallReport,
+    Describe,
+    Drop,
+    Fetch,
+    Load,
+    Loaded,
+    Locate,
+    MakeRoom,
+    Request,
+)
 from ...pool.worker import Handler, Worker
 from ..shared.vae import VAE_METHODS
 
@@ -53,6 +66,7 @@ class ModelService:
             Describe: lambda request, _: mirrors.describe(request),
             Drop: self._drop,
             Call: self._call,
+            Fetch: lambda request, _: self._worker.result(mirrors.held(request.number)),
             MakeRoom: self._make_room,
             Available: lambda *_: mirrors.device_room(),
         }

@@ -8,20 +8,21 @@ all ranks. ComfyUI's process compares the first call with one device.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 
 from ...engine.call import RunningCall
+from ...engine.plan import ModulePlan
 from ...engine.state import Copied
 from ...errors import PatchError
 from ...nested import tensors
 from ...pool.worker import CallCancelledOnRank
 
-ORIGINAL = "original_block"  # in what a replacement of a block gets: runs the block
 OVERRIDE = "optimized_attention_override"  # all options of the model have it, and their copies
 NOTHING: Mapping[int, Tensor] = MappingProxyType({})
 BITS = 62
@@ -47,23 +48,11 @@ class WholeTokens:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it. Raises PatchError: it has raised something."""
-        call, split = self._call, _Split(self._call)
-
-        def run_block(*given: Any, **named: Any) -> Any:
-            self._agree(runs=True)
-            with call.tokens(on_all=False), split.own_counts(), split.copies() as copies:
-                out = original(*given, **named)
-            # Blocks may change their inputs in place, which whoever has called them sees.
-            changed = {id(each.local): split.put_back(each) for each in copies if each.local._version != each.version}
-            return split.gather(out, (self._name, ORIGINAL), self._known, changed)
-
+        split = _Split(self._call)
         whole_args, whole_kwargs = split.gather((args, kwargs), (self._name, ""), self._known)
-        original: Any = next((value[ORIGINAL] for value in args if isinstance(value, dict) and ORIGINAL in value), None)
-        whole_args = tuple(
-            {**value, ORIGINAL: run_block} if isinstance(value, dict) and ORIGINAL in value else value for value in whole_args
-        )
+        blocks = _Blocks(self._call, split, self._name, self._known)
         try:
-            with call.tokens(on_all=True):
+            with self._call.tokens(on_all=True, blocks=blocks):
                 out = self.function(*whole_args, **whole_kwargs)
         except (PatchError, CallCancelledOnRank, torch.OutOfMemoryError):
             raise
@@ -71,22 +60,48 @@ class WholeTokens:
             raise PatchError(f"{self._name} raised {type(error).__name__}: {error}") from error
         finally:
             split.restore_counts()
-        if original is not None:
-            self._agree(runs=False)
+        blocks.agree("")
         split.write_back()
         return split.local(out)
 
-    def _agree(self, runs: bool) -> None:
-        """Raise PatchError on all ranks unless all run the block now, or none does: one alone would wait for the others' tokens.
+
+class _Blocks:
+    """Runs blocks on this rank's tokens inside code that has all of them: see `engine.call.Blocks`."""
+
+    def __init__(self, call: RunningCall, split: _Split, name: str, known: dict[object, list[Place]]) -> None:
+        self._call, self._split, self._name, self._known = call, split, name, known
+        self._inside = ExitStack()
+        self._copies: list[Copied] = []
+
+    def enter(self, name: str) -> None:
+        self.agree(name)
+        self._inside.enter_context(self._call.tokens(on_all=False))
+        self._inside.enter_context(self._split.own_counts())
+        self._copies = self._inside.enter_context(self._split.copies())
+        self._call.entered[name] = self
+
+    def split(self, values: Any, plan: ModulePlan) -> Any:
+        return self._split.take(values, plan.attention or ())
+
+    def leave(self, name: str, out: Any) -> Any:
+        # Blocks may change their inputs in place, which whoever has called them sees.
+        changed = {id(each.local): self._split.put_back(each) for each in self._copies if each.local._version != each.version}
+        whole = self._split.gather(out, (self._name, name), self._known, changed)
+        self._inside.close()
+        return whole
+
+    def agree(self, name: str) -> None:
+        """Raise PatchError on all ranks unless all are about to run the block of this name ("": no further one): one alone would
+        wait for the others' tokens.
 
         They decide on the same numbers; but code may look at its rank, or at a clock.
         """
         ranks = self._call.mesh.whole
         if ranks.size > 1:
-            told = torch.tensor([float(runs), -float(runs)], device=ranks.device)
-            most, least = ranks.largest(told).tolist()
+            number = crc32(name.encode())
+            most, least = ranks.largest(torch.tensor([number, -number], device=ranks.device)).tolist()
             if most != -least:
-                raise PatchError(f"{self._name} runs its block on some of the workers only")
+                raise PatchError(f"{self._name} runs {name or 'a block'} on some of the workers only")
 
 
 def plain(thing: Any) -> Any:
@@ -96,10 +111,10 @@ def plain(thing: Any) -> Any:
 
 
 class InPlace(NamedTuple):
-    """A module in the place of one of the model's, and its forward on all tokens."""
+    """A module in the place of one of the model's, and its forward, which gets all tokens."""
 
     module: nn.Module
-    forward: WholeTokens
+    forward: Callable[..., Any]
 
 
 class _Split:
@@ -173,6 +188,19 @@ class _Split:
                 self._named.setdefault(name.rpartition(".")[2], place)
                 self._shapes.setdefault(whole.shape, place)
         return self._replaced(values, made)
+
+    def take(self, values: Any, streams: Streams) -> Any:
+        """Return values with this rank's tokens of these streams."""
+        made: dict[int, Tensor] = {}
+        if not (streams and self._state.knows(streams)):
+            return values
+        layout = self._state.layout(streams)
+        for _, tensor in _named_tensors(values):
+            if tensor.ndim > 2 and tensor.shape[1] == layout.total != layout.local_lengths[self._state.rank]:
+                made[id(tensor)] = local = layout.take_local(tensor, self._state.rank, 1)
+                if self._state.copies is not None:
+                    self._state.copies.append(Copied(tensor, local, local._version, streams, 1))
+        return self._replaced(values, made) if made else values
 
     def local(self, out: Any) -> Any:
         """Return this rank's tokens of a result; the result itself if no argument had tokens."""

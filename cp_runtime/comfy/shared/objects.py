@@ -52,6 +52,7 @@ INSIDE = frozenset({"training", "_parameters", "_buffers", "_modules", "_non_per
 """The standard attributes of a module that count here."""
 STANDARD = frozenset(vars(nn.Module()))
 _CODE = (FunctionType, MethodType, functools.partial)
+ABSENT: Any = type("Absent", (), {})()
 INLINE = 64 << 10
 """Bytes: smaller tensors, other than weights, are written with the rest."""
 
@@ -91,7 +92,7 @@ class Settings(NamedTuple):
             results differ only by what others have changed.
         marks: further attributes of a module, for the ranks.
         instead: weights to be written in the place of others, by the id of these.
-        originals: attributes of modules as they were before ComfyUI patched them, by the id of the module.
+        originals: attributes of modules as they were before they were patched, or ABSENT, by the id of the module.
         refer: returns plain data for what a rank has otherwise, a tuple; None for all else.
         methods: methods of single modules and hooks travel as well: all of the model's tokens pass through them.
         without: attributes of objects that a rank does not need, and finds as None, by the name of their class.
@@ -207,7 +208,10 @@ def _as_before(module: nn.Module, originals: Mapping[str, Any]) -> dict[str, Any
     held = {**vars(module), **{name: dict(vars(module)[name]) for name in ("_parameters", "_buffers", "_modules")}}
     for name, value in originals.items():
         inner = next((held[each] for each in ("_parameters", "_buffers", "_modules") if name in held[each]), held)
-        inner[name] = value
+        if value is ABSENT:
+            inner.pop(name, None)
+        else:
+            inner[name] = value
     return held
 
 

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from comfy.model_patcher import ModelPatcher
-from torch import Tensor, nn
+from torch import Tensor
 
 from .assigned import names_in
 from .fingerprint import PLAIN, content_of, fields_of
@@ -37,16 +36,18 @@ def named_globals(function: FunctionType) -> dict[str, Any]:
     """Return the globals that a function of a pack names."""
     if not is_of_pack(str(function.__module__)):
         return {}
-    return {name: function.__globals__[name] for name in names_in(function.__code__) if name in function.__globals__}
+    return {name: function.__globals__[name] for name in sorted(names_in(function.__code__) & function.__globals__.keys())}
 
 
 def _is_left_out(value: Any) -> bool:
-    """Return whether nothing of a value is code's to note in: plain data, modules of a model, objects of libraries."""
+    """Return whether nothing of a value is code's to note in: plain data, modules and objects of ComfyUI and libraries."""
     if isinstance(value, type):
         return not is_of_pack(str(value.__module__))
-    if isinstance(value, (*PLAIN, ModuleType, Tensor, nn.Module, ModelPatcher)):
+    if isinstance(value, (*PLAIN, ModuleType, Tensor)):
         return True
-    return not isinstance(value, _FOLLOWED) and in_library(str(type(value).__module__))
+    cls: Any = type(value)
+    holds_a_model = any(base.__module__ == "comfy.model_patcher" for base in cls.__mro__)
+    return not isinstance(value, _FOLLOWED) and (holds_a_model or not is_of_pack(str(cls.__module__)))
 
 
 def _parts(value: Any) -> list[Any]:
@@ -62,6 +63,11 @@ def _parts(value: Any) -> list[Any]:
         return [getattr(each, "__func__", each) for each in vars(value).values()]
     if not isinstance(value, FunctionType):
         return [type(value), *fields_of(value).values()]
-    cells = [content_of(cell) for cell in value.__closure__ or ()]
     own = [each for each in named_globals(value).values() if not isinstance(each, FunctionType) or is_of_pack(str(each.__module__))]
-    return [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), *vars(value).values(), *own]
+    return [
+        *(value.__closure__ or ()),
+        *(value.__defaults__ or ()),
+        *(value.__kwdefaults__ or {}).values(),
+        *vars(value).values(),
+        *own,
+    ]

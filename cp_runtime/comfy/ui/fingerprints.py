@@ -6,8 +6,9 @@ refused: a pack or a node has replaced it since, or in a way that an import does
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -34,7 +35,7 @@ OF_MODEL = (
 _codes: WeakKeyDictionary[nn.Module, dict[tuple[frozenset[type], tuple[str, ...]], Code]] = WeakKeyDictionary()
 _naming: set[str] = set()
 """Packs that have changed constants: see `_packs_behind`."""
-_of_patches: dict[tuple[str, ...], tuple[Code, PatchCode]] = {}
+_of_patches: dict[tuple[Any, ...], tuple[Code, PatchCode]] = {}
 _confirmed: WeakKeyDictionary[nn.Module, tuple[tuple[frozenset[type], tuple[str, ...]], Code]] = WeakKeyDictionary()
 _first: WeakKeyDictionary[nn.Module, tuple[bytes, tuple[str, ...]]] = WeakKeyDictionary()
 
@@ -49,18 +50,31 @@ def code_behind(model: Any, classes: frozenset[type], roots: tuple[str, ...] = (
     return ours
 
 
-def code_of_patches(patches: Mapping[str, Any]) -> PatchCode | None:
-    """Return the code of a call's patches, classes and functions by name, to compare with the ranks'; None without any."""
+def code_of_patches(patches: Mapping[str, Any], sent: Collection[str] = ()) -> PatchCode | None:
+    """Return the code of a call's patches, classes and functions by name, to compare with the ranks'; None without any.
+
+    `sent`: names of globals that ranks get by value.
+    """
     if not patches:
         return None
     names = tuple(sorted(patches))
-    known = _of_patches.get(names)
+    key = names, tuple(sent)
+    known = _of_patches.get(key)
     if known is None or not known[0].holds():
         ours = code_of(roots=patches)
-        packs, compare = in_order(packs_of(ours.files.values())), partial(_compare_patches, ours)
+        ours = replace(ours, hashes=_without(sent, ours.hashes))
+        packs, compare = in_order(packs_of(ours.files.values())), partial(_compare_patches, ours, sent)
         known = ours, PatchCode(roots=names, packs=packs, digest=digest_of(ours.hashes), compare=compare)
-        _of_patches[names] = known
+        _of_patches[key] = known
     return known[1]
+
+
+def _without(sent: Collection[str], hashes: Mapping[str, str]) -> dict[str, str]:
+    def is_sent(name: str) -> bool:
+        module, _, inner = name.partition(":")  # `module:name.attribute`, `module:name[key]`
+        return f"{module}:{re.split('[.<[]', inner)[0]}" in sent
+
+    return {name: each for name, each in hashes.items() if not is_sent(name)}
 
 
 def check_code(model: Any) -> None:
@@ -115,10 +129,11 @@ def _packs_behind(ours: Code, described: Sequence[Described]) -> set[str]:
     return packs_naming({name.rpartition(":")[2].rpartition(".")[2].partition("[")[0] for name in names}) if names else set()
 
 
-def _compare_patches(ours: Code, replies: Sequence[Described]) -> None:
+def _compare_patches(ours: Code, sent: Collection[str], replies: Sequence[Described]) -> None:
     for reply in replies:
-        if differing(ours.hashes, reply.code):
-            raise _replaced(ours, reply.code, reply.failed)
+        theirs = _without(sent, reply.code)
+        if differing(ours.hashes, theirs):
+            raise _replaced(ours, theirs, reply.failed)
 
 
 def _replaced(ours: Code, theirs: Mapping[str, str], failed: Mapping[str, str]) -> UnsupportedError:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from types import FunctionType
 from typing import Any, Protocol
 from weakref import ref
 
@@ -26,13 +27,16 @@ from ...errors import MirrorError, PatchError, PlanError, RankError, UnsentError
 from ...families import PLANS, class_name
 from ...nested import tensors
 from ...pool.config import RuntimeConfig
+from ..shared.assigned import names_in
 from ..shared.forward import CONDITIONINGS
 from ..shared.objects import write
 from ..shared.patches import applied_patches
+from ..shared.reached import is_of_pack, reached
 from ..shared.weights import PREFIX, model_dtype
 from .fingerprints import code_of_patches
+from .noted import METHODS, innermost_method, loaded, replaced_in
 from .notes import on_ranks
-from .obstacles import check_call, check_own_forward, compile_of, computes_here, options_for_ranks, unsent
+from .obstacles import check_call, compile_of, computes_here, options_for_ranks, unsent
 from .options import SENDABLE, plain_options
 from .watching import has_foreign_wrapper
 
@@ -81,11 +85,17 @@ class Replacement:
 
 
 class WorkerForward(Replacement):
-    """Replacement for the innermost forward: sends its calls to the workers."""
+    """Replacement for the innermost forward: sends its calls to the workers.
 
-    def __init__(self, owner: Owner, model: nn.Module, method: str, guard: ModuleGuard) -> None:
+    Args:
+        instead: a node pack's forward in the place of that method, for the workers.
+    """
+
+    def __init__(self, owner: Owner, model: nn.Module, method: str, guard: ModuleGuard, instead: Any = None) -> None:
         super().__init__(owner, model, method, guard)
         self.signature = inspect.signature(self.stock)
+        self.instead = {} if instead is None else {method: instead}
+        self.stock = instead or self.stock
         self.leading = tuple(self.signature.parameters)[:2]  # the latent and the timestep
         plan = PLANS.get(class_name(model))
         self.rebuilt = [path.split(".") for path in plan.rebuilt] if plan else []
@@ -95,9 +105,10 @@ class WorkerForward(Replacement):
         options = arguments.get("transformer_options") or {}
         latent = next(tensors(arguments[self.leading[0]]))  # nested: video, audio
         try:
+            # Patches first: what they have noted is no part of the model.
+            patches, attention = options_for_ranks(options, owner, owner.cp_config, latent, instead=self.instead)
             check_call(owner, arguments.get("control"), owner.cp_run.watched or has_foreign_wrapper(options))
             compiled = compile_of(owner)
-            patches, attention = options_for_ranks(options, owner, owner.cp_config, latent)
         except UnsupportedError as error:
             owner.refuse_call(error)
             return self.stock(*args, **kwargs)
@@ -121,7 +132,7 @@ class WorkerForward(Replacement):
             memory_scale=owner.cp_run.memory_scale,
             compile=compiled,
             networks=patches.networks,
-            code=code_of_patches(patches.code),
+            code=code_of_patches(patches.code, patches.sent),
             encode_network=lambda network: write(network).leaves,
         )
         try:
@@ -158,32 +169,44 @@ def memory_of_items(model: Any, latent: Tensor) -> tuple[float, ...]:
     return tuple(float(model.memory_required([items, *latent.shape[1:]])) for items in range(1, latent.shape[0] + 1))
 
 
-def innermost_method(model: nn.Module) -> str:
-    """Return `_forward` if the class calls it through ComfyUI's wrappers, else `forward`."""
-    return "_forward" if hasattr(type(model), "_forward") else "forward"
-
-
 def is_intercepted(model: nn.Module) -> bool:
     return isinstance(vars(model).get(innermost_method(model)), WorkerForward)
 
 
 def check_forward(executor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Refuse a forward that a node has put in place of the transformer's: it may never reach the intercepted one. Also disable
-    ComfyUI's recording of the intercepted one's calls: it may call more than the replaced innermost part.
+    """Have a forward that a node has put in place of the transformer's, and that computes with its modules, run on the ranks: see
+    `WorkerForward.instead`. Also disable ComfyUI's recording of the intercepted one's calls: it may call more than the replaced
+    innermost part.
 
     This ComfyUI wrapper is around every call. Nodes that replace a forward for a single call, as step caches do, do so outside it.
     """
     model = executor.class_obj.diffusion_model  # type: ignore[attr-defined]
-    installed = vars(model).get(innermost_method(model))
-    owner = installed.owner() if isinstance(installed, WorkerForward) else None
-    if owner is None:
+    with instead_of_replaced(model), unrecorded(settings) if is_intercepted(model) else nullcontext():
         return executor(*args, **kwargs)
+
+
+@contextmanager
+def instead_of_replaced(model: nn.Module) -> Iterator[None]:
+    """Stand in for a `forward` or `_forward` in the place of the model's own, while active. One that only calls the model's own,
+    or none, runs here."""
+    guard = next((hook for each in model.children() for hook in hooks_of(each)[0].values() if isinstance(hook, ModuleGuard)), None)
+    moved: dict[str, Any] = {}
+    if guard is not None and (owner := guard.owner()) is not None:
+        replaced = replaced_in(model)
+        moved = {name: replaced[name] for name in METHODS if name in replaced and _computes(replaced[name], model)}
+        for name, own in moved.items():
+            setattr(model, name, WorkerForward(owner, model, name, guard, own))
     try:
-        check_own_forward(model)
-    except UnsupportedError as error:
-        owner.refuse_call(error)
-    with unrecorded(settings):
-        return executor(*args, **kwargs)
+        yield
+    finally:
+        for name, own in moved.items():
+            setattr(model, name, own)
+
+
+def _computes(forward: Any, model: nn.Module) -> bool:
+    """Return whether the code of a pack's forward names modules of the model."""
+    functions = [each for each in reached([forward]) if isinstance(each, FunctionType) and is_of_pack(str(each.__module__))]
+    return any(names_in(function.__code__) & model._modules.keys() for function in functions)
 
 
 class OnOneDevice:
@@ -302,6 +325,7 @@ def intercept(owner: Owner, model: nn.Module) -> None:
     if innermost == "_forward" and "forward" in own and "_forward" not in own:  # may bypass `_forward`
         replacements["forward"] = GuardedForward
     replacements |= {method: LocalTexts for method in TEXTS if hasattr(type(model), method)}
+    loaded(model)
     guard = ModuleGuard(owner)
     for method, replacement in replacements.items():
         setattr(model, method, replacement(owner, model, method, guard))

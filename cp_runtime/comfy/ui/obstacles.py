@@ -12,7 +12,7 @@ from typing import Any
 
 import comfy.controlnet
 import comfy.quant_ops
-from comfy.patcher_extension import CallbacksMP, WrappersMP
+from comfy.patcher_extension import WrappersMP
 from comfy_api.torch_helpers.torch_compile import COMPILE_KEY, TORCH_COMPILE_KWARGS
 from torch import Tensor, nn
 
@@ -21,14 +21,15 @@ from ...errors import MirrorError, PlanError, UnsupportedError
 from ...families import PLANS, class_name, most_stages, plan_for, splits_tokens
 from ...pool.config import RuntimeConfig
 from ...pool.settings import STAGED
-from ..shared.fingerprint import classes_of
+from ..shared.fingerprint import NOTHING, classes_of
 from ..shared.patches import applied_patches
 from ..shared.weights import PREFIX
 from .attention import ChosenAttention, attention_of
 from .fingerprints import OF_MODEL, ModelFingerprint, check_code, check_network
+from .noted import replaced_in
 from .options import compile_settings
 from .packs import running_code
-from .patches import FORWARDS, PatchSet
+from .patches import PatchSet
 from .runtime import multiplies_nvfp4
 from .values import value_of
 from .weight_patches import written_patches
@@ -65,7 +66,8 @@ def check_classes(patcher: Any) -> None:
     ComfyUI takes out before the next."""
     if not splits_tokens(patcher.model.diffusion_model):
         return
-    left = tuple(f"{name.removeprefix(PREFIX)}." for name in patcher.object_patches_backup)
+    replaced = replaced_in(patcher.model.diffusion_model)
+    left = tuple(f"{name.removeprefix(PREFIX)}." for name in (*patcher.object_patches_backup, *replaced))
     for path, module in patcher.model.diffusion_model.named_modules():
         cls = type(module)
         if f"{path}.".startswith(left):
@@ -114,7 +116,6 @@ def check_call(patcher: Any, control: Mapping[str, Any] | None, watched: bool) -
     `watched`: foreign code takes part in the run, see `watching`."""
     _check_attached(patcher)
     _check_control(patcher.model.diffusion_model, control)
-    check_own_forward(patcher.model.diffusion_model)
     check_code(patcher.model)
     if watched:
         check_classes(patcher)
@@ -122,7 +123,12 @@ def check_call(patcher: Any, control: Mapping[str, Any] | None, watched: bool) -
 
 
 def options_for_ranks(
-    options: Mapping[str, Any], patcher: Any, config: RuntimeConfig, latent: Tensor | None = None, again: bool = False
+    options: Mapping[str, Any],
+    patcher: Any,
+    config: RuntimeConfig,
+    latent: Tensor | None = None,
+    again: bool = False,
+    instead: Mapping[str, Any] = NOTHING,
 ) -> tuple[PatchSet, ChosenAttention]:
     """Extract the workers' part of `transformer_options`: see `PatchSet.of` and `attention_of`. Refuse the rest."""
     try:
@@ -131,7 +137,7 @@ def options_for_ranks(
         in_patches, model = config.pipeline is not None and config.pipeline.patches > 1, patcher.model.diffusion_model
         attention, options = attention_of(options, model, config, TORCH_COMPILE_KWARGS in patcher.model_options, again)
         in_stages = config.pipeline is not None or config.weights == STAGED
-        patches = PatchSet.of(options, model, latent, patcher, in_patches, in_stages)
+        patches = PatchSet.of(options, model, latent, patcher, in_patches, in_stages, instead)
     except UnsupportedError as error:
         raise UnsupportedError(f"{error} {_REMEDY}") from error
     for network in patches.networks.values() if again else ():
@@ -157,17 +163,6 @@ def conditions_obstacle(conds: Mapping[str, Any]) -> str | None:
                 return f"a ControlNet ({type(control).__name__}) computes with the model's own weights. {_REMEDY}"
             control = control.previous_controlnet
     return None
-
-
-def check_own_forward(model: nn.Module) -> None:
-    """Refuse a forward of the transformer that is not its class's. Cheap: some nodes replace it for the time of a call. ComfyUI
-    leaves the stock method there when it undoes a patch."""
-    for method in FORWARDS:
-        own = vars(model).get(method)
-        if own is None or getattr(own, "sends_to_workers", False):  # ours, see interception.py
-            continue
-        if getattr(own, "__func__", None) is not getattr(type(model), method, None):
-            raise UnsupportedError(f"a node replaced the forward of {type(model).__name__}. {OF_MODEL}")
 
 
 def computes_here(path: str, model: str) -> UnsupportedError:
@@ -201,14 +196,10 @@ def _check_attached(patcher: Any) -> None:
 
 
 def _attached(patcher: Any) -> Iterator[str]:
-    if patcher.get_all_callbacks(CallbacksMP.ON_LOAD):
-        yield "a node runs code whenever the model is loaded, which the workers do not have."
     if patcher.get_additional_models_with_key("multigpu"):
         yield "MultiGPU CFG Split made clones of the model; it and context parallelism exclude each other."
     if any(patcher.injections.values()):
         yield f"a node injected code into the model ({', '.join(patcher.injections)}), as bypass LoRA does."
-    if patcher.hook_patches or patcher.current_hooks is not None:
-        yield "weight hooks change the model's weights while sampling."
     if patcher.weight_wrapper_patches:
         yield f"a node wrapped weights ({next(iter(patcher.weight_wrapper_patches))})."
     if "manual_cast_dtype" in patcher.object_patches:

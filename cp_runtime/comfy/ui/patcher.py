@@ -189,6 +189,8 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
             # Object patches, such as model sampling, act in this process.
             super().unpatch_model(None, unpatch_weights=False)
             super().patch_model(load_weights=False)
+            for callback in self.get_all_callbacks(CallbacksMP.ON_LOAD):  # what they change in the model goes to the ranks
+                callback(self, device_to, 0, force_patch_weights, True)
             loaded = self._as_loaded()
             added = loaded.load_on_ranks()
         except UnsupportedError as error:
@@ -290,6 +292,13 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         finally:
             self.patches = patches
 
+    def patch_hooks(self, hooks: Any) -> None:
+        """Have the ranks compute with the weights of a group of hooks, from the next call on."""
+        if self.cp_local or not on_ranks(self.model):
+            super().patch_hooks(hooks)
+        else:
+            self.current_hooks = hooks
+
     def claim_target(self) -> Target:
         """Return the target for the ranks' copy. From now on they keep it for the lifetime of this process's model."""
         notes = notes_of(self.model)
@@ -299,9 +308,10 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         if notes.key != value.key:
             CONTROLLER.own(value.key, self.model, notes.key)
             notes.key, notes.name, notes.kind = value.key, name_of(self), kind_of(self)
-        fingerprint = ModelFingerprint(self, value.classes, value.names)
+        hooked = with_hooks(self)
+        fingerprint = ModelFingerprint(hooked, value.classes, value.names)
         memory, copies = self.cp_run.call_memory, partial(copies_of, self, value)
-        return Target(self, value, notes.name, notes.kind, memory, fingerprint, copies)
+        return Target(hooked, value, notes.name, notes.kind, memory, fingerprint, copies)
 
     def look_again(self) -> None:
         """Look for changes in the model since its run began: the ranks get them with the next call."""
@@ -315,6 +325,26 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
 
     def _on_device(self) -> bool:
         return CONTROLLER.on_device(notes_of(self.model).key)
+
+
+def with_hooks(patcher: Any) -> Any:
+    """Return a patcher with the weight patches of the hooks that are on in its model's run besides its own.
+
+    ComfyUI rounds a weight between its own patches and those of hooks; the ranks round once. Raises UnsupportedError for hooks on
+    weights that this process computes with.
+    """
+    running = getattr(patcher.model, "current_patcher", None)
+    if running is None or (hooks := running.current_hooks) is None or not (patches := running.get_combined_hook_patches(hooks)):
+        return patcher
+    for name in patches:
+        if not name.startswith(PREFIX) or name.startswith(READ_HERE) or changes_shape(patcher, name):
+            raise UnsupportedError(f"weight hooks change {name}, which computes in ComfyUI's process. {OF_MODEL}")
+    merged = {name: [*patcher.patches.get(name, ()), *entries] for name, entries in patches.items()}
+    # Strengths follow keyframes, and reach from the first sigma to the last.
+    state = " ".join(f"{id(hook.hook_ref)} {hook.strength}" for hook in hooks.hooks)
+    hooked = object.__new__(type(patcher))
+    hooked.__dict__ = {**vars(patcher), "patches": {**patcher.patches, **merged}, "patches_uuid": f"{patcher.patches_uuid} {state}"}
+    return hooked
 
 
 def path_of(weight: str) -> str:

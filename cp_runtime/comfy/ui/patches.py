@@ -6,25 +6,28 @@ import base64
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import comfy.model_patcher
 import comfy.sd
 from torch import Tensor, nn
 
-from ...compat import versions
 from ...errors import MirrorError, UnsupportedError
 from ...families import splits_tokens
 from ..shared.assigned import names_in
-from ..shared.fingerprint import classes_of
+from ..shared.fingerprint import NOTHING, classes_of, digest
 from ..shared.forward import PATCHES
 from ..shared.modules import full_name
-from ..shared.objects import Settings, Written, write
+from ..shared.objects import Settings, write
 from ..shared.pack_objects import OBJECTS, UNLISTED_OBJECT, ObjectPatch
 from ..shared.patches import MIRRORED, UNLISTED, Patch, code_of, map_patches, name_of
+from ..shared.reached import is_of_pack
 from ..shared.weights import PREFIX
+from .held import Held
+from .noted import FORWARDS, METHODS, NotedHere, innermost_method, paths_of, replaced_in
 from .pack_nodes import display_name, made_by, name_in_pack, node_of
 from .unlisted import UnlistedPatches
 
@@ -38,12 +41,12 @@ REFUSED: Mapping[str, str] = {
     "HypernetworkLoader": "puts networks into the attention of the model",
     "SDPoseKeypointExtractor": "reads features out of the model",
 }
-FORWARDS = ("forward", "_forward", "forward_orig")
 _WITHOUT = {name: known.without for name, known in MIRRORED.items() if known.without}
 _keys: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 _checked: WeakSet[nn.Module] = WeakSet()
 _numbers = itertools.count()
-_last: WeakKeyDictionary[nn.Module, _Last] = WeakKeyDictionary()
+_calls_so_far: WeakKeyDictionary[nn.Module, tuple[str, int]] = WeakKeyDictionary()
+"""The last patches of a model that no table lists, by key, and the calls with them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +61,7 @@ class PatchSet:
         by_conditioning: one of them needs all items of a conditioning.
         unlisted: those that no table lists; None = there are none.
         compares: this call is to be compared with one device.
+        sent: names of globals of node packs that ranks get by value.
     """
 
     encoded: Mapping[str, Any] = field(default_factory=dict)
@@ -67,6 +71,7 @@ class PatchSet:
     by_conditioning: bool = False
     unlisted: UnlistedPatches | None = None
     compares: bool = False
+    sent: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -77,6 +82,7 @@ class PatchSet:
         patcher: Any = None,
         in_patches: bool = False,
         in_stages: bool = False,
+        instead: Mapping[str, Any] = NOTHING,
     ) -> PatchSet:
         """Extract the patches from `transformer_options`, and the object patches inside the transformer from its patcher.
 
@@ -86,13 +92,18 @@ class PatchSet:
             patcher: of the model; None = it has no object patches.
             in_patches: the tokens pass through the stages of PipeFusion in several patches.
             in_stages: the model's blocks are in stages.
+            instead: a forward in the place of the transformer's own, by name.
 
         Raises:
             UnsupportedError: one of them cannot be mirrored.
         """
         checked: list[tuple[Any, Patch]] = []
         map_patches(options, lambda where, patch: checked.append((patch, _check(where, patch, model))))
-        objects = dict(_objects(patcher)) if patcher is not None else {}
+        objects = {} if patcher is None else dict(_objects(patcher))
+        if innermost_method(model) in objects:
+            raise _replaced_forward(objects[innermost_method(model)], model)
+        # Other forwards run in this process, unless they compute with modules: then they are in `instead`.
+        objects = {path: thing for path, thing in {**objects, **replaced_in(model)}.items() if path not in METHODS} | dict(instead)
         kinds = [_check_object(path, thing, model) for path, thing in objects.items()]
         if not checked and not objects:
             return cls()
@@ -102,10 +113,18 @@ class PatchSet:
         for patch, known in checked:
             if known.prepare is not None and latent is not None:
                 known.prepare(patch, latent)
+        unlisted = [patch for patch, known in checked if known is UNLISTED]
+        paths = [path for path, kind in zip(objects, kinds, strict=True) if kind is UNLISTED_OBJECT]
+        unlisted += map(objects.__getitem__, paths)
         references = _References(model, objects)
-        things = {**map_patches(options, lambda _, patch: patch), "objects": objects}
+        settings = Settings(refer=references, without=_WITHOUT)
+        parts = _parts_of(unlisted)
+        noted, sent = None, map_patches(options, lambda _, patch: patch)
+        if unlisted and latent is not None:
+            noted = NotedHere.by(parts, model, latent.device, partial(_can_be_sent, settings))
+        things = {**sent, "objects": objects, "notes": None if noted is None else vars(noted.notes)}
         try:
-            written = write(things, Settings(refer=references, without=_WITHOUT))
+            written = write(things, settings)
             for network in references.networks.values():
                 if network not in _checked:
                     write(network)
@@ -115,17 +134,14 @@ class PatchSet:
             raise UnsupportedError(f"{by} patched the transformer with something that cannot be sent: {error}.") from error
         classes = written.classes.union(*map(classes_of, references.networks.values()))
         used: list[Patch | ObjectPatch] = [*kinds, *(known for _, known in checked)]
-        unlisted = [patch for patch, known in checked if known is UNLISTED]
-        paths = [path for path, kind in zip(objects, kinds, strict=True) if kind is UNLISTED_OBJECT]
-        unlisted += map(objects.__getitem__, paths)
         if unlisted and in_stages and splits_tokens(model):
             raise UnsupportedError(
                 f"{made_by(unlisted[0])} needs all tokens at once, which no stage has. Set weights of CP Config "
                 "to auto, and leave CP PipeFusion out."
             )
         code = {**written.code, **{full_name(cls): cls for cls in classes}}
-        key, compares = _noted(model, patcher, written, code) if unlisted and latent is not None else ("", False)
-        whole = UnlistedPatches(tuple(unlisted), patcher) if unlisted else None
+        key, compares = _counted(model, patcher, code) if noted is not None else ("", False)
+        whole = UnlistedPatches(tuple(parts or unlisted), patcher, noted) if unlisted else None
         if whole is not None:
             whole.check_code()
         return cls(
@@ -135,6 +151,7 @@ class PatchSet:
                     "tensors": written.tensors,
                     "key": key,
                     "unlisted": paths,
+                    "on_root": splits_tokens(model) and any(_is_root(path, model) for path in paths),
                 }
             },
             networks=references.networks,
@@ -143,31 +160,37 @@ class PatchSet:
             by_conditioning=any(each.by_conditioning for each in used),
             unlisted=whole,
             compares=compares,
+            sent=() if noted is None else noted.notes.sent,
         )
 
 
-class _Last(NamedTuple):
-    """The last patches of a model: the run, their code by name, their data, and the key by which ranks keep them."""
-
-    run: int
-    code: frozenset[str]
-    data: bytes
-    tensors: tuple[int, ...]  # their ids
-    counts: tuple[tuple[int, ...] | None, ...]
-    key: str
-    calls: int  # of the run, with this code
-
-
-def _noted(model: nn.Module, patcher: Any, written: Written, code: Mapping[str, Any]) -> tuple[str, bool]:
-    """Return the key of the patches that a call has, and whether to compare it: the calls 1, 2, 4, 8, ... of a run with their code,
-    as they may begin to act later. The key is another one after a change in this process: ranks take them anew then."""
-    run, counts = patcher.cp_run.number, tuple(versions([tensor]) for tensor in written.tensors)
-    last = _last.get(model)
-    now = run, frozenset(code), written.data, tuple(map(id, written.tensors)), counts
-    calls = last.calls + 1 if last is not None and last[:2] == now[:2] else 1
-    key = last.key if last is not None and last[:5] == now else f"{run} {next(_numbers)}"
-    _last[model] = _Last(*now, key, calls)
+def _counted(model: nn.Module, patcher: Any, code: Mapping[str, Any]) -> tuple[str, bool]:
+    """Return a key of the patches that a call has, by run and code, and whether to compare the call: the calls 1, 2, 4, 8, ... of a
+    run with their code, as they may begin to act later."""
+    key = f"{patcher.cp_run.number} {digest(' '.join(sorted(code)))}"
+    last, calls = _calls_so_far.get(model, ("", 0))
+    calls = calls + 1 if last == key else 1
+    _calls_so_far[model] = key, calls
     return key, calls & (calls - 1) == 0
+
+
+def _parts_of(patches: Iterable[Any]) -> list[Any]:
+    """Return patches, of modules the ones inside that are of packs."""
+    parts = [part for patch in patches for part in (patch.modules() if isinstance(patch, nn.Module) else (patch,))]
+    return [part for part in parts if not isinstance(part, nn.Module) or is_of_pack(type(part).__module__)]
+
+
+def _is_root(path: str, model: nn.Module) -> bool:
+    """Return whether an object stands where the code around it has all tokens: in the transformer itself, or around its blocks."""
+    return "." not in path and (path in FORWARDS or next(model.get_submodule(path).children(), None) is not None)
+
+
+def _can_be_sent(settings: Settings, value: Any) -> bool:
+    try:
+        write(value, settings)
+    except MirrorError:
+        return False
+    return True
 
 
 def _check(where: str, patch: Any, model: nn.Module) -> Patch:
@@ -194,9 +217,11 @@ def _objects(patcher: Any) -> Iterator[tuple[str, Any]]:
 def _check_object(path: str, thing: Any, model: nn.Module) -> ObjectPatch:
     """Return the entry of an object patch in OBJECTS, or UNLISTED_OBJECT. Raises UnsupportedError if it is the transformer's."""
     if path in FORWARDS:
-        raise UnsupportedError(f"{made_by(thing)} replaced the forward of {type(model).__name__}.")
-    is_module = isinstance(thing, nn.Module)
-    if splits_tokens(model) and is_module and any(next(each.children(), None) for each in (thing, model.get_submodule(path))):
+        if not splits_tokens(model):
+            raise _replaced_forward(thing, model)
+        return UNLISTED_OBJECT
+    inside = (thing, model.get_submodule(path)) if "." in path and isinstance(thing, nn.Module) else ()
+    if splits_tokens(model) and any(next(each.children(), None) for each in inside):
         raise UnsupportedError(
             f"{made_by(thing)} replaced {path} of {type(model).__name__}, which has modules inside that may compute with tokens "
             "that a rank does not have."
@@ -208,6 +233,10 @@ def _check_object(path: str, thing: Any, model: nn.Module) -> ObjectPatch:
         return UNLISTED_OBJECT
     is_listed = not known.helper or _calls(code_of(thing), known.helper)  # else it is of another version of that pack
     return known if is_listed else UNLISTED_OBJECT
+
+
+def _replaced_forward(thing: Any, model: nn.Module) -> UnsupportedError:
+    return UnsupportedError(f"{made_by(thing)} replaced the forward of {type(model).__name__}.")
 
 
 def _calls(function: FunctionType, name: str) -> bool:
@@ -231,8 +260,9 @@ class _References:
     """What ranks have otherwise: modules of the transformer by path, networks of patches by key, and of a VAE its compression."""
 
     def __init__(self, model: nn.Module, objects: Mapping[str, Any]) -> None:
-        placed = {id(part) for thing in objects.values() if isinstance(thing, nn.Module) for part in thing.modules()}
-        self._paths = {id(module): path for path, module in model.named_modules() if id(module) not in placed}
+        modules = [thing for path, thing in objects.items() if "." in path and isinstance(thing, nn.Module)]
+        placed = {id(part) for thing in modules for part in thing.modules()}
+        self._paths = {number: path for number, path in paths_of(model).items() if number not in placed}
         self.networks: dict[str, nn.Module] = {}
 
     def __call__(self, value: Any) -> tuple[str, Any] | None:
@@ -242,6 +272,8 @@ class _References:
             key = _keys.setdefault(value.model, f"m{next(_numbers)}")
             self.networks[key] = value.model
             return "network", key
+        if isinstance(value, Held):
+            return "held", value.number
         if isinstance(value, comfy.sd.VAE):
             return "compression", value.spacial_compression_encode()
         return None

@@ -10,10 +10,13 @@ from typing import Any
 
 import torch
 
-from ...errors import UnsupportedError
+from ...controller.calls import Keeper
+from ...errors import MirrorError, UnsupportedError
 from ...families import splits_tokens
+from ...pool.messages import CallOutcome
 from ..shared.assigned import names_in
 from ..shared.reached import is_of_pack, reached
+from .noted import NotedHere
 from .pack_nodes import made_by
 
 REMEDY = "Remove that node, or set on_unsupported of CP Config to 'single device'."
@@ -30,10 +33,12 @@ class UnlistedPatches:
     Args:
         patches: functions and objects.
         patcher: of the model.
+        noted: what they have noted before the call; None outside of calls.
     """
 
     patches: tuple[Any, ...]
     patcher: Any
+    noted: NotedHere | None
 
     @property
     def on_all_tokens(self) -> tuple[str, ...]:
@@ -72,19 +77,32 @@ class UnlistedPatches:
         """Build the refusal of patches that have raised something on the ranks."""
         return UnsupportedError(f"{self._by} patched the transformer, and that fails on the workers: {error}. {REMEDY}")
 
-    def check(self, difference: float | None, changed: bool) -> None:
+    def check(self, difference: float | None, outcomes: Sequence[CallOutcome], keeper: Keeper) -> None:
         """See `controller.calls.Unlisted`."""
-        if changed:
-            raise UnsupportedError(
-                f"{self._by} patched the transformer and notes something there for later calls, or for other code of the graph, "
-                f"which runs in ComfyUI's process: there the transformer does not run. {REMEDY}"
-            )
+        self._take_notes(outcomes, keeper)
         bound = EXACT if self.patcher.model.get_dtype_inference() == torch.float32 else ROUNDED
         if difference is not None and not difference <= bound:
             raise UnsupportedError(
                 f"{self._by} patched the transformer, and the ranks compute something else with that than one device: off by "
                 f"{difference:.2g} standard deviations, and rounding explains {bound:g}. {REMEDY}"
             )
+
+    def _take_notes(self, outcomes: Sequence[CallOutcome], keeper: Keeper) -> None:
+        """Note here what the ranks have noted. Raise UnsupportedError if they have noted different things, or some that cannot be
+        said."""
+        at_work = [outcome for outcome in outcomes if not outcome.idle]
+        noted, unsaid = {outcome.noted for outcome in at_work}, next(filter(None, (outcome.unsaid for outcome in at_work)), "")
+        if not unsaid and len(noted) > 1:
+            unsaid = "not all workers note the same"
+        elif not unsaid and any(noted) and len(at_work) > 1 and not splits_tokens(self.patcher.model.diffusion_model):
+            unsaid = "each worker sees a part of the batch"
+        try:
+            if not unsaid and any(noted) and self.noted is not None:
+                self.noted.take(noted.pop(), keeper)
+        except MirrorError as error:
+            unsaid = str(error)
+        if unsaid:
+            raise UnsupportedError(f"{self._by} patched the transformer and notes something for later calls: {unsaid}. {REMEDY}")
 
 
 def _texts(body: CodeType) -> Iterator[str]:

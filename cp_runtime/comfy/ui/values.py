@@ -34,6 +34,7 @@ from ..shared.modules import LOADER_SETTINGS
 from ..shared.objects import Settings, Written, write
 from ..shared.values import Facts, Place, Value, extent
 from ..shared.weights import AS_IN_FILE, PREFIX, is_dynamic, is_small, model_dtype, network_of, sample
+from .noted import originals_of
 from .packs import PACKAGE
 
 LARGE = 1 << 20  # bytes
@@ -306,12 +307,14 @@ def _stays_as_in_file(module: nn.Module) -> bool:
 
 
 def _originals(patcher: Any) -> dict[int, dict[str, Any]]:
-    """Return the attributes of the network that ComfyUI has replaced for other nodes: the ranks do so by themselves."""
+    """Return the attributes of the network that were replaced, or noted by patches: the ranks do so by themselves."""
     found: dict[int, dict[str, Any]] = {}
     for name, before in patcher.object_patches_backup.items():
         if name.startswith(PREFIX):
             path, _, attribute = name.rpartition(".")
             found.setdefault(id(get_attr(patcher.model, path)), {})[attribute] = before
+    for module, attributes in originals_of(network_of(patcher.model)).items():
+        found.setdefault(module, {}).update(attributes)
     return found
 
 

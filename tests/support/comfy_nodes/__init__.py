@@ -7,6 +7,7 @@ import gc
 
 from . import (  # noqa: F401  (they make nodes)
     attention,
+    caches,
     changed,
     conditioning,
     encoders,

@@ -12,7 +12,7 @@ from .conditioning import Random
 from .node import node
 
 
-def _blocks(model: ModelPatcher) -> str:
+def blocks_of(model: ModelPatcher) -> str:
     """The path of the blocks."""
     transformer = model.model.diffusion_model
     return next(name for name in ("double_blocks", "transformer_blocks", "blocks", "layers") if hasattr(transformer, name))
@@ -84,7 +84,7 @@ def _decides_by_tokens(model: ModelPatcher) -> None:
 
 def _forward(model: ModelPatcher) -> None:
     """Another forward of a block, around its own."""
-    path = f"diffusion_model.{_blocks(model)}.1.forward"
+    path = f"diffusion_model.{blocks_of(model)}.1.forward"
     stock = model.get_model_object(path)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -112,7 +112,7 @@ class PictureAttention:
 
 
 def _picture(model: ModelPatcher) -> None:
-    blocks = getattr(model.model.diffusion_model, _blocks(model))
+    blocks = getattr(model.model.diffusion_model, blocks_of(model))
     width = next(module.in_features for module in blocks[0].modules() if isinstance(module, torch.nn.Linear))
     model.set_model_patch(PictureAttention(width), "double_block")
 
@@ -189,8 +189,8 @@ def _written_options(model: ModelPatcher) -> None:
 
 
 def _fewer_blocks(model: ModelPatcher) -> None:
-    blocks = model.get_model_object(f"diffusion_model.{_blocks(model)}")
-    model.add_object_patch(f"diffusion_model.{_blocks(model)}", torch.nn.ModuleList(list(blocks)[:1]))
+    blocks = model.get_model_object(f"diffusion_model.{blocks_of(model)}")
+    model.add_object_patch(f"diffusion_model.{blocks_of(model)}", torch.nn.ModuleList(list(blocks)[:1]))
 
 
 def _runs_on_rank_0(model: ModelPatcher) -> None:

@@ -1,0 +1,97 @@
+"""What patches note between calls, on a rank: it comes with a call, stands in its place for the time of it, and goes back as words.
+Only tensors stay, until ComfyUI's process needs them no more."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...errors import MirrorError
+from ..shared.attributes import attributes_of, set_attributes
+from ..shared.modules import take_module
+from ..shared.noted import Graph, Notes
+
+
+class HeldTensors:
+    """Tensors that patches have noted, by numbers that are the same on all ranks."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[int, Tensor] = {}
+        self._before: dict[int, Tensor] = {}
+        self._numbers = itertools.count(1)
+
+    def __getitem__(self, number: int) -> Tensor:
+        if number not in self._tensors:
+            raise MirrorError("a tensor that patches noted in an earlier call is not on the workers any more")
+        return self._tensors[number]
+
+    def number_of(self, tensor: Tensor) -> int:
+        """Keep a tensor; return its number."""
+        number = next((number for number, each in self._tensors.items() if each is tensor), None) or next(self._numbers)
+        self._tensors[number] = tensor
+        return number
+
+    def begin(self, dropped: Iterable[int], is_repeated: bool) -> None:
+        """Begin a call. `dropped`: numbers that nobody needs any more. `is_repeated`: `as_before` follows."""
+        for number in dropped:
+            self._tensors.pop(number, None)
+        self._before = {number: tensor.clone() for number, tensor in self._tensors.items()} if is_repeated else {}
+
+    @contextmanager
+    def as_before(self) -> Iterator[None]:
+        """Have the tensors be as they were before the last call, while active: patches may change them in place."""
+        now, self._tensors = self._tensors, {**self._tensors, **self._before}
+        try:
+            yield
+        finally:
+            self._tensors = now
+
+
+HELD = HeldTensors()
+
+
+class NotesHere:
+    """What the patches of a call have noted before it."""
+
+    def __init__(self, notes: Notes, model: nn.Module) -> None:
+        self._notes, self._modules = notes, dict(model.named_modules())
+        self._graph = Graph(notes, {id(module): path for path, module in self._modules.items()})
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Have attributes and globals be as noted, while active; note them then."""
+        notes, before = self._notes, {path: attributes_of(module) for path, module in self._modules.items()}
+        spaces: dict[str, dict[str, Any]] = {module: take_module(module).__dict__ for module in notes.globals}
+        globals_before = {module: {name: spaces[module].get(name) for name in held} for module, held in notes.globals.items()}
+        for path, attributes in notes.attributes.items():
+            self._modules[path].__dict__.update(attributes)
+        for module, held in notes.globals.items():
+            spaces[module].update(held)
+        try:
+            yield
+        finally:
+            for path, module in self._modules.items():
+                own, now = before[path], attributes_of(module)
+                _refill(notes.attributes, path, {name: value for name, value in now.items() if own.get(name, own) is not value})
+                set_attributes(module, own)
+            for name, held in notes.globals.items():
+                held.update({each: spaces[name].get(each) for each in held})
+                spaces[name].update(globals_before[name])
+
+    def told(self) -> dict[str, str]:
+        """Return what has changed, as `CallOutcome` has it."""
+        try:
+            return {"noted": self._graph.changes(self._notes, HELD.number_of)}
+        except MirrorError as error:
+            return {"unsaid": str(error)}
+
+
+def _refill(attributes: dict[str, dict[str, Any]], path: str, now: dict[str, Any]) -> None:
+    if now or path in attributes:
+        held = attributes.setdefault(path, {})
+        held.clear()
+        held.update(now)

@@ -1,0 +1,261 @@
+"""What patches note between calls, such as the residual of a step cache: the ranks say it as plain data, and ComfyUI's process
+notes the same, so that whoever reads or resets it there finds what a stock run has.
+
+Both sides number the values that the patches reach, in the same order. Tensors stay on the ranks, by numbers of their own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import CellType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...compat import versions
+from ...errors import MirrorError
+from .assigned import assigned
+from .fingerprint import PLAIN, content_of, digest, fields_of, type_name
+from .modules import module_name
+from .reached import is_of_pack, named_globals, reached
+
+_JSON = (type(None), bool, int, float, str)
+_CONTAINERS: Mapping[str, Any] = {"dict": dict, "list": list, "tuple": tuple, "set": set}
+
+
+@dataclass(frozen=True)
+class Notes:
+    """Patches, and where they may note something besides in themselves.
+
+    Args:
+        patches: those that no table lists.
+        attributes: of the model's modules that ComfyUI does not set, by the path of the module, then by name.
+        globals: of node packs, by module, then by name.
+    """
+
+    patches: Sequence[Any]
+    attributes: dict[str, dict[str, Any]]
+    globals: dict[str, dict[str, Any]]
+
+    @property
+    def sent(self) -> tuple[str, ...]:
+        """Names of the globals, as `fingerprint` has them."""
+        return tuple(f"{module}:{name}" for module, held in self.globals.items() for name in held)
+
+    @property
+    def roots(self) -> list[Any]:
+        return [*self.patches, self.attributes, self.globals]
+
+
+class Graph:
+    """The values that notes reach, as they are now.
+
+    Args:
+        notes: patches and their notes.
+        paths: of the model's modules, by id.
+    """
+
+    def __init__(self, notes: Notes, paths: Mapping[int, str]) -> None:
+        self.values, self._paths = reached(notes.roots), paths
+        self.numbers = {id(value): number for number, value in enumerate(self.values)}
+        self._looks = {number: _look(_items(value)) for number, value in enumerate(self.values) if _holds(value)}
+        self._others = self._look_at_others(notes)
+        self.kind = digest(" ".join(map(type_name, self.values)))
+        """The same for graphs whose values have the same numbers."""
+
+    def changes(self, notes: Notes, number_of: Callable[[Tensor], int]) -> str:
+        """Return what holds something else now, for `apply`; "" if nothing does. Raises MirrorError: it cannot be said.
+
+        Args:
+            number_of: notes a tensor, and returns its number.
+        """
+        if self._look_at_others(notes) != self._others:
+            raise MirrorError("patches note something where only their own process sees it")
+        changed = [number for number, before in self._looks.items() if _look(_items(self.values[number])) != before]
+        say = _Words(dict(self.numbers), self._paths, number_of)
+        told = [[number, say.content(self.values[number])] for number in changed]
+        return json.dumps([self.kind, told]) if told else ""
+
+    def _look_at_others(self, notes: Notes) -> list[object]:
+        """Look at what may change besides: sets, classes, and functions' attributes and globals."""
+        seen: list[object] = []
+        for value in self.values:
+            if isinstance(value, (set, frozenset)):
+                seen.append(set(map(id, value)))
+            elif isinstance(value, type):
+                seen.append([(name, id(held)) for name, held in vars(value).items()])
+            elif isinstance(value, FunctionType):
+                noted = notes.globals.get(module_name(str(value.__module__)), {})
+                names = sorted((name, id(held)) for name, held in named_globals(value).items() if name not in noted)
+                seen.append((names, [(name, id(held)) for name, held in vars(value).items()]))
+        return seen
+
+
+def globals_of(patches: Sequence[Any]) -> dict[str, dict[str, Any]]:
+    """Return the globals of packs that functions of patches name and that may come to be others, by module, then by name."""
+    found: dict[str, dict[str, Any]] = {}
+    for function in reached(patches):
+        if isinstance(function, FunctionType):
+            for name, value in named_globals(function).items():
+                if _holds(value) or (isinstance(value, (*PLAIN, Tensor)) and name in _assigned(function.__globals__)):
+                    found.setdefault(module_name(str(function.__module__)), {})[name] = value
+    return found
+
+
+def tensors_in(roots: Sequence[Any]) -> Iterator[Tensor]:
+    """Yield the tensors that patches or notes hold."""
+    held = (item for value in reached([list(roots)]) if _holds(value) for _, item in _items(value))
+    return (item for item in held if isinstance(item, Tensor))
+
+
+def _assigned(namespace: Mapping[str, Any]) -> frozenset[str]:
+    """Return the globals that functions of a module assign, those of its classes included."""
+    module = namespace.get("__name__")
+    own = [each for each in namespace.values() if getattr(each, "__module__", None) == module]
+    methods = [each for cls in own if isinstance(cls, type) for each in vars(cls).values()]
+    functions = [each for each in (getattr(each, "__func__", each) for each in (*own, *methods)) if isinstance(each, FunctionType)]
+    bodies = [getattr(function, "__wrapped__", function).__code__ for function in functions]
+    return frozenset[str]().union(*(assigned(body, "STORE_GLOBAL") for body in bodies))
+
+
+def _holds(value: Any) -> bool:
+    """Return whether a value may come to hold something else."""
+    if isinstance(value, (FunctionType, type)):
+        return False
+    return isinstance(value, (dict, list, CellType)) or (is_of_pack(type(value).__module__) and bool(type(value).__dictoffset__))
+
+
+def _items(value: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(value, dict):
+        yield from value.items()
+    elif isinstance(value, list):
+        yield from enumerate(value)
+    elif isinstance(value, CellType):
+        yield 0, content_of(value)
+    else:
+        yield from fields_of(value).items()
+
+
+def _look(items: Iterator[tuple[Any, Any]]) -> list[object]:
+    """Return something that is another one if these items are others, or tensors among them have changed."""
+    seen: list[object] = []
+    for key, value in items:
+        if isinstance(value, PLAIN):
+            seen.append((key, type(value), repr(value)))
+        else:  # held, so that no other gets its id
+            seen.append((key, id(value), versions([value]) if isinstance(value, Tensor) else None, value))
+    return seen
+
+
+class _Words:
+    """Says values as plain data."""
+
+    def __init__(self, numbers: dict[int, int], paths: Mapping[int, str], number_of: Callable[[Tensor], int]) -> None:
+        self._numbers, self._paths, self._number_of = numbers, paths, number_of
+        self._next = len(numbers)
+        self._new: list[Any] = []  # held, so that no other gets its id
+
+    def content(self, value: Any) -> list[Any]:
+        return [[self._key(key), self.word(item)] for key, item in _items(value)]
+
+    def word(self, value: Any) -> Any:
+        if isinstance(value, _JSON):
+            return ["is", value]
+        if isinstance(value, torch.dtype):
+            return ["dtype", str(value).removeprefix("torch.")]
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if id(value) in self._numbers:
+            return ["known", self._numbers[id(value)]]
+        if id(value) in self._paths:
+            return ["module", self._paths[id(value)]]
+        kind = type(value).__name__
+        if _CONTAINERS.get(kind) is type(value):
+            number = self._number(value)
+            if isinstance(value, dict):
+                return [kind, number, self.content(value)]
+            return [kind, number, [self.word(item) for item in value]]
+        if _holds(value) and id(type(value)) in self._numbers:
+            return ["object", self._number(value), self._numbers[id(type(value))], self.content(value)]
+        raise MirrorError(f"patches note an object of the class {type_name(value)}, which cannot be sent")
+
+    def _number(self, value: Any) -> int:
+        self._new.append(value)
+        self._numbers[id(value)], self._next = self._next, self._next + 1
+        return self._next - 1
+
+    def _tensor(self, value: Tensor) -> Any:
+        if type(value) is not Tensor or value.layout is not torch.strided:
+            raise MirrorError(f"patches note a tensor of the class {type(value).__name__}, which cannot be sent")
+        dtype = str(value.dtype).removeprefix("torch.")
+        return ["tensor", self._number_of(value), dtype, list(value.shape), value.device.type == "cpu"]
+
+    def _key(self, key: Any) -> Any:
+        if isinstance(key, _JSON):
+            return ["is", key]
+        if type(key) is tuple and all(isinstance(each, _JSON) for each in key):
+            return ["tuple", list(key)]
+        raise MirrorError(f"patches note something under a key of the class {type_name(key)}, which cannot be sent")
+
+
+def apply(changes: str, graph: Graph, module: Callable[[str], nn.Module], tensor: Callable[..., Tensor]) -> None:
+    """Have the values of a graph hold what those of the ranks hold. Raises MirrorError: the ranks' graph is another one.
+
+    Args:
+        module: returns a module of the model by its path.
+        tensor: makes a tensor that a rank keeps: number, name of its dtype, shape, whether it is in host memory.
+    """
+    kind, told = json.loads(changes)
+    if kind != graph.kind:
+        raise MirrorError("patches on the workers reach something else than here")
+    values = dict(enumerate(graph.values))
+
+    def key(word: Any) -> Any:
+        return tuple(word[1]) if word[0] == "tuple" else word[1]
+
+    def made(word: Any) -> Any:
+        kind, *rest = word
+        if kind == "is":
+            return rest[0]
+        if kind == "dtype":
+            return getattr(torch, rest[0])
+        if kind == "tensor":
+            return tensor(*rest)
+        if kind == "known":
+            return values[rest[0]]
+        if kind == "module":
+            return module(rest[0])
+        if kind == "object":
+            number, cls, content = rest
+            values[number] = value = object.__new__(values[cls])
+            fill(value, content)
+        elif kind == "dict":
+            values[rest[0]] = value = {}
+            fill(value, rest[1])
+        elif kind == "list":
+            values[rest[0]] = value = []
+            value.extend(map(made, rest[1]))
+        else:
+            values[rest[0]] = value = _CONTAINERS[kind](map(made, rest[1]))
+        return value
+
+    def fill(value: Any, content: Any) -> None:
+        items = [(key(word), made(item)) for word, item in content]
+        if isinstance(value, dict):
+            value.clear()
+            value.update(items)
+        elif isinstance(value, list):
+            value[:] = [item for _, item in items]
+        elif isinstance(value, CellType):
+            value.cell_contents = items[0][1]
+        else:
+            for name in fields_of(value).keys() - dict(items).keys():
+                object.__delattr__(value, name)
+            for name, item in items:
+                object.__setattr__(value, name, item)
+
+    for number, content in told:
+        fill(values[number], content)

@@ -1,0 +1,136 @@
+"""What patches have noted so far, in ComfyUI's process: here as in a stock run, so that nodes can read it and reset it.
+
+Also what stands in a transformer in the place of its own forwards and modules, for a call or for longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from ...controller.calls import Keeper
+from ...errors import UnsupportedError
+from ..shared.attributes import attributes_of
+from ..shared.modules import take_module
+from ..shared.noted import Graph, Notes, apply, globals_of, tensors_in
+from ..shared.objects import ABSENT, is_ours
+from .held import held_by, is_gone
+
+METHODS = ("forward", "_forward")
+"""The innermost forward is one of these."""
+FORWARDS = (*METHODS, "forward_orig")
+
+
+class AsLoaded(NamedTuple):
+    """A transformer as it was loaded: its modules by path, without itself, and their attributes."""
+
+    modules: Mapping[str, nn.Module]
+    attributes: Mapping[str, frozenset[str]]
+
+
+_LOADED: WeakKeyDictionary[nn.Module, AsLoaded] = WeakKeyDictionary()
+_NOTED: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+"""Attributes of modules that patches have noted: no part of the model."""
+
+
+def innermost_method(model: nn.Module) -> str:
+    """Return `_forward` if the class calls it through ComfyUI's wrappers, else `forward`."""
+    return "_forward" if hasattr(type(model), "_forward") else "forward"
+
+
+def loaded(model: nn.Module) -> None:
+    """Remember a transformer as it is loaded."""
+    modules = {path: module for path, module in model.named_modules() if path}
+    attributes = {path: frozenset(attributes_of(module)) for path, module in [("", model), *modules.items()]}
+    _LOADED[model] = AsLoaded(modules, attributes)
+
+
+def paths_of(model: nn.Module) -> dict[int, str]:
+    """Return the paths of a transformer's modules, as it was loaded, by their id."""
+    known = _LOADED.get(model)
+    modules = dict(model.named_modules()) if known is None else {"": model, **known.modules}
+    return {id(module): path for path, module in modules.items()}
+
+
+def replaced_in(model: nn.Module) -> dict[str, Any]:
+    """Return what stands in a transformer in the place of its own forwards and modules."""
+    found = {name: own for name in FORWARDS if (own := vars(model).get(name)) is not None and not _is_stock(model, name, own)}
+    if (known := _LOADED.get(model)) is not None:
+        found |= {name: module for name, module in model._modules.items() if module is not known.modules.get(name)}
+    return found
+
+
+def _is_stock(model: nn.Module, name: str, own: Any) -> bool:
+    """ComfyUI leaves the stock method there when it undoes a patch."""
+    return is_ours(own) or getattr(own, "__func__", None) is getattr(type(model), name, None)
+
+
+def originals_of(model: nn.Module) -> dict[int, dict[str, Any]]:
+    """Return what stood in the place of `replaced_in` and of notes, by the id of the module, then by name."""
+    known = _LOADED.get(model)
+    modules = [model, *(known.modules.values() if known is not None else ())]
+    found = {id(module): dict.fromkeys(names, ABSENT) for module in modules if (names := _NOTED.get(module))}
+    own = {} if known is None else known.modules
+    replaced = {name: own.get(name, ABSENT) for name in replaced_in(model)}
+    return {**found, id(model): {**found.get(id(model), {}), **replaced}} if replaced else found
+
+
+@dataclass(frozen=True)
+class NotedHere:
+    """What some patches of a transformer have noted.
+
+    Args:
+        device: of the model.
+        notes: what they have noted so far.
+        graph: of that.
+    """
+
+    model: nn.Module
+    device: torch.device
+    notes: Notes
+    graph: Graph
+
+    @classmethod
+    def by(cls, patches: Sequence[Any], model: nn.Module, device: torch.device, can_be_sent: Callable[[Any], bool]) -> NotedHere:
+        known = _LOADED[model]
+        attributes: dict[str, dict[str, Any]] = {}
+        for path, module in [("", model), *known.modules.items()]:
+            names, now = _NOTED.get(module, set()), attributes_of(module)
+            added = {name: now[name] for name in now if name in names or name not in known.attributes[path]}
+            for name in [name for name, value in added.items() if any(map(is_gone, tensors_in([value])))]:
+                delattr(module, name)  # the cache begins anew, as it did at first
+                del added[name]
+            kept = {name: value for name, value in added.items() if name not in FORWARDS and can_be_sent(value)}
+            if kept:
+                attributes[path] = kept
+                _NOTED.setdefault(module, set()).update(kept)
+        held = {
+            module: {name: value for name, value in values.items() if can_be_sent(value)}
+            for module, values in globals_of(patches).items()
+        }
+        notes = Notes(patches, attributes, {module: values for module, values in held.items() if values})
+        if any(map(is_gone, tensors_in(notes.roots))):
+            raise UnsupportedError(
+                "what patches noted on the workers is gone, as these have been restarted since. Have the node that patches run "
+                "again, by changing one of its inputs."
+            )
+        return cls(model, device, notes, Graph(notes, paths_of(model)))
+
+    def take(self, words: str, keeper: Keeper) -> None:
+        """Note what the ranks have noted. Raises MirrorError: that cannot be said here."""
+        modules, notes = {"": self.model, **_LOADED[self.model].modules}, self.notes
+        before = {path: set(held) for path, held in notes.attributes.items()}
+        apply(words, self.graph, modules.__getitem__, held_by(keeper, self.device))
+        for path, held in notes.attributes.items():
+            module = modules[path]
+            for name in before.get(path, set()) - held.keys():
+                vars(module).pop(name, None)
+            vars(module).update(held)
+            _NOTED.setdefault(module, set()).update(held)
+        for name, values in notes.globals.items():
+            vars(take_module(name)).update(values)
