@@ -186,7 +186,7 @@ class RunningCall:
                 attend = ordered(attend, q_layout, k_layout)
             seeing = None
             if own_masks and mask is not None and mask.dtype == torch.bool and self.mesh.size > 1:
-                mask, seeing = self._own_parts(mask, q_layout, k_layout)
+                mask, seeing = self._visible_parts(mask, q_layout, k_layout)
             out = self._over_all(
                 q_BLHD, k_BLKD, v_BLKD, config=self._planner(shape), q_layout=q_layout, k_layout=k_layout, mask=mask, causal=causal,
                 scale=scale, attend=attend, kernel=kernel,
@@ -273,7 +273,7 @@ class RunningCall:
             self.leave_scope()
         self.state.close()
 
-    def _own_parts(self, mask: Tensor, q_layout: JointLayout, k_layout: JointLayout) -> tuple[Tensor, Tensor | None]:
+    def _visible_parts(self, mask: Tensor, q_layout: JointLayout, k_layout: JointLayout) -> tuple[Tensor, Tensor | None]:
         """Reduce a mask over this rank's queries and keys to its visible keys, `[..., 1, keys]`, and the queries that see any key,
         `[B or 1, queries, H or 1, 1]`. Return any other mask unchanged, with None.
 

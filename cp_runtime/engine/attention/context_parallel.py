@@ -133,16 +133,16 @@ def context_parallel_attention(
     q_BLHD, k_BLKD, v_BLKD = contributed(q_BLHD, k_BLKD, v_BLKD, q_owned, k_owned, K)
     with_lse: Callable[..., tuple[Tensor, Tensor]] | None = None
     if merging:
-        with_lse = partial(attend_with_lse, scale=scale, kernel=_agreed(kernel, q_BLHD, k_BLKD, mask, mesh))
+        with_lse = partial(attend_with_lse, scale=scale, kernel=_kernel_of_all(kernel, q_BLHD, k_BLKD, mask, mesh))
     kernels = attend or sdpa(scale, by_kernel), with_lse
 
     def over_chunks(qkv: list[Tensor], units: tuple[int, int]) -> Tensor:
-        return _over_chunks(ring, qkv, of_heads(mask, units, H, K), spans, *kernels, config)
+        return _over_chunks(ring, qkv, mask_of_heads(mask, units, H, K), spans, *kernels, config)
 
     if U == 1:
         out_BLHD = over_chunks([t.transpose(1, 2) for t in (q_BLHD, k_BLKD, v_BLKD)], (0, K)).transpose(1, 2)
     else:
-        out_BLHD = in_rounds(exchanges, q_BLHD, k_BLKD, v_BLKD, lengths, H // K, over_chunks, config.exchange == EIGHT_BIT)
+        out_BLHD = attend_in_rounds(exchanges, q_BLHD, k_BLKD, v_BLKD, lengths, H // K, over_chunks, config.exchange == EIGHT_BIT)
     held_BLHD = held(out_BLHD, q_owned, q_layout.local_lengths[rank])
     for share, place, shares in q_layout.replicated(rank):
         held_BLHD[:, place] = mesh.whole.all_gather([out_BLHD[:, share]], shares, 1)[0]
@@ -162,7 +162,7 @@ def contributed(
     return q_BLHD, k_BLKD, v_BLKD
 
 
-def of_heads(mask: Tensor | None, units: tuple[int, int], heads: int, kv_heads: int) -> Tensor | None:
+def mask_of_heads(mask: Tensor | None, units: tuple[int, int], heads: int, kv_heads: int) -> Tensor | None:
     """Return a mask for some of the heads. `units`: the first of their key/value heads, and the one behind the last."""
     if mask is None or mask.ndim < 3 or mask.shape[-3] != heads or heads == 1:
         return mask
@@ -176,7 +176,7 @@ def held(out_BLHD: Tensor, owned: Tensor | None, length: int) -> Tensor:
     return out_BLHD.new_zeros((out_BLHD.shape[0], length, *out_BLHD.shape[2:])).index_copy_(1, owned, out_BLHD)
 
 
-def _agreed(kernel: str | None, q: Tensor, k: Tensor, mask: Tensor | None, mesh: SequenceMesh) -> str | None:
+def _kernel_of_all(kernel: str | None, q: Tensor, k: Tensor, mask: Tensor | None, mesh: SequenceMesh) -> str | None:
     """Return the kernel that is asked for, if every rank can run it: one that computes otherwise than the others would show."""
     key = kernel, q.dtype, q.shape[-1], mask is None
     if kernel is not None and key not in mesh.kernels:
@@ -302,7 +302,7 @@ def _check(
         )
 
 
-def in_rounds(
+def attend_in_rounds(
     exchanges: Sequence[HeadExchange],
     q_BLHD: Tensor,
     k_BLKD: Tensor,

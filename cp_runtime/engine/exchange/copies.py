@@ -79,10 +79,10 @@ class DeviceCopies(Copies):
             del done, call  # what they keep must not wait for the next copy
 
 
-AT_ONCE = Copies()
+CPU_COPIES = Copies()
 
 
 @cache
 def copies_of(device: torch.device) -> Copies:
     """Return the copies of a device."""
-    return AT_ONCE if device.type == "cpu" else DeviceCopies(device)
+    return CPU_COPIES if device.type == "cpu" else DeviceCopies(device)

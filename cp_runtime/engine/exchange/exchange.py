@@ -1,9 +1,9 @@
 """Messages between ranks of one computer through memory that all of them map.
 
 A sender copies a message into its own segment, once for all who get it, or makes it there, and goes on: it never waits for a
-receiver. The receiver copies it out, or computes from where it lies. A long one is told piece by piece, so that its receiver copies
-one piece while the sender copies the next. Sizes are known on both sides. Memory is used again when all receivers have read what is
-in it; more is taken only where messages are larger, or more of them under way, than before.
+receiver. The receiver copies it out, or computes from where it lies. A long one is announced piece by piece, so that its receiver
+copies one piece while the sender copies the next. Sizes are known on both sides. Memory is used again when all receivers have read
+it; more is taken only where messages are larger, or more of them under way, than before.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from torch import Tensor
 
 from ...compat import timeout_of
 from ...system import system
-from .copies import AT_ONCE, Copies, copies_of
+from .copies import CPU_COPIES, Copies, copies_of
 from .segment import KEPT, Segment
 from .signals import OtherEnded, Signals, TookTooLong
 
 PIECE = 8 << 20  # bytes: below, a copy takes the caches from others, and the time of another signal and call
-WASTE = 2  # a message may take memory that is up to so many times as large
+MAX_SLACK = 2  # a message may take memory that is up to so many times as large
 TIMEOUT = 1800.0  # seconds, torch's default
 
 
@@ -76,7 +76,7 @@ class Arrival:
     def release(self) -> None:
         """Give the memory back to its sender."""
         self.is_read = True
-        self._exchange.tell_what_is_read(self.source)
+        self._exchange.post_reads(self.source)
 
 
 class Received:
@@ -193,8 +193,8 @@ class Exchange:
 
         Raises OSError: the system has no more memory. Then nothing has been sent."""
         arriving, leaving = ([each for each in some if each[1].numel()] for some in (arriving, leaving))
-        copies = next((copies_of(tensor.device) for _, tensor in (*arriving, *leaving)), AT_ONCE)
-        self._is_pinned |= copies is not AT_ONCE
+        copies = next((copies_of(tensor.device) for _, tensor in (*arriving, *leaving)), CPU_COPIES)
+        self._is_pinned |= copies is not CPU_COPIES
         after = sent = copies.mark()
         receivers: dict[tuple[int, int], tuple[Tensor, list[int]]] = {}
         for rank, tensor in leaving:
@@ -251,7 +251,7 @@ class Exchange:
                 due.popleft()
             first.at = self.segments[source].offset_of(self.rank, first.number)
 
-    def tell_what_is_read(self, source: int) -> None:
+    def post_reads(self, source: int) -> None:
         """Raise the signal for every message that is read, in order: it does not say for which."""
         unread = self._unread[source]
         with self._lock:
@@ -275,7 +275,7 @@ class Exchange:
         nbytes: int,
         ranks: Sequence[int],
         source: Tensor | None = None,
-        copies: Copies = AT_ONCE,
+        copies: Copies = CPU_COPIES,
         after: Any = None,
     ) -> Any:
         """Send bytes of a slot to ranks. `source`: they are still to be copied from there, behind an event. Return the event behind
@@ -306,7 +306,7 @@ class Exchange:
         """Return memory that no rank reads any more, or more memory."""
         self._find_read()
         for slot in reversed(self._free):  # the last one is most likely still in a cache
-            if nbytes <= slot.size <= WASTE * nbytes + mmap.PAGESIZE:
+            if nbytes <= slot.size <= MAX_SLACK * nbytes + mmap.PAGESIZE:
                 self._free.remove(slot)
                 return slot
         return Slot(*self.segments[self.rank].grow(nbytes))
@@ -360,9 +360,9 @@ def connect(group: dist.ProcessGroup) -> Exchange | None:
     """Map the memory of all ranks, or of none: all ranks of the group call this, and get the same answer."""
     rank, size, made = dist.get_rank(group), dist.get_world_size(group), _make(dist.get_world_size(group))
     own = torch.tensor([0] * 5 if made is None else [system.host_id(), os.getpid(), made[0].number, *made[0].token])
-    told = [torch.zeros_like(own) for _ in range(size)]
-    dist.all_gather(told, own, group=group)
-    opened = [] if made is None else [each for numbers in told if (each := _open(numbers.tolist(), size, made[1])) is not None]
+    addresses = [torch.zeros_like(own) for _ in range(size)]
+    dist.all_gather(addresses, own, group=group)
+    opened = [] if made is None else [each for address in addresses if (each := _open(address.tolist(), size, made[1]))]
     lacks = torch.tensor([made is None or len(opened) < size], dtype=torch.int64)
     dist.all_reduce(lacks, dist.ReduceOp.MAX, group=group)
     if made is None or lacks.item():
@@ -382,9 +382,9 @@ def _make(size: int) -> tuple[Segment, Signals] | None:
         return None
 
 
-def _open(told: list[int], size: int, signals: Signals) -> tuple[Segment, system.Process] | None:
+def _open(address: list[int], size: int, signals: Signals) -> tuple[Segment, system.Process] | None:
     """Open the segment of a rank; None: there is none, it cannot be opened from here, or it is another one."""
-    where, pid, number, *token = told
+    where, pid, number, *token = address
     try:
         if where != system.host_id():
             return None

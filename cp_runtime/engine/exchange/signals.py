@@ -13,7 +13,7 @@ from ...system import system
 
 SEMAPHORE = 64  # bytes for one, alone in a line of the cache
 SPINS = 100  # looks before sleeping: some 60 µs, as long as waking up takes
-LOOK = 0.05  # seconds between two looks at whether the other process still lives
+LIVENESS_POLL = 0.05  # seconds between two looks at whether the other process still lives
 
 
 class Signals:
@@ -31,7 +31,7 @@ class Signals:
                 return
             system.yield_core()  # where ranks are more than cores, the other one may need this core
         began = time.monotonic()
-        while not self._system.sleep(semaphore, LOOK):
+        while not self._system.sleep(semaphore, LIVENESS_POLL):
             if other.has_ended:
                 if self.try_take(semaphore):  # the last that it did
                     return

@@ -206,7 +206,7 @@ class Stages:
                 raise PlanError(f"{self._blocks[block].name} ran in another order than in a call of the same form.")
             visit, owner = visits[self.place], self._owners[block]
             if self.place == 0 and self._group.via_host:  # other backends: a waiting receive blocks the messages behind it
-                self._ask(arriving, follows, next(tensors((args, kwargs))).device)
+                self._post_receives(arriving, follows, next(tensors((args, kwargs))).device)
             if owner == self.stage:
                 out = stock(*args, **kwargs)
                 for to in sorted(visit.needed):
@@ -230,7 +230,7 @@ class Stages:
             arriving[0][:] = received
         return out
 
-    def _ask(self, arriving: Sequence[Arriving], follows: Callable[[], bool], device: torch.device) -> None:
+    def _post_receives(self, arriving: Sequence[Arriving], follows: Callable[[], bool], device: torch.device) -> None:
         """Start receiving the tensors of this run and the next one, as far as they are known and not in flight."""
         for each in arriving[self._ahead : 2 if follows() else 1]:
             if not each:
