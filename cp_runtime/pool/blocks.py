@@ -20,7 +20,7 @@ from .launcher import starting
 
 LOOPBACK = "127.0.0.1"
 KEEP_BYTES = 64 << 20  # of memory for messages, and for results; more is given back
-_MOMENT = 5e-4  # seconds between two looks for a message
+_POLL = 5e-4  # seconds between two looks for a message
 
 
 class SharedBlock:
@@ -76,7 +76,7 @@ class SharedBlock:
             self.fd = -1
 
 
-class HandedOn:
+class Relay:
     """The bytes of messages that come to one rank of another computer, for its others: they cross the network once.
 
     Args:
@@ -100,7 +100,7 @@ class HandedOn:
     def get(self, seq: int, nbytes: int) -> Tensor:
         """Wait for the bytes of a message, which stay until the next one."""
         while self._last.item() != seq:
-            time.sleep(_MOMENT)
+            time.sleep(_POLL)
         return self._block.view(mmap.PAGESIZE + nbytes)[mmap.PAGESIZE :]
 
 

@@ -99,7 +99,7 @@ class Imported(Report):
 class Connected(Report):
     """The rank has joined the process groups."""
 
-    handed: bool  # it gets the bytes of messages from another rank of its computer
+    relayed: bool  # it gets the bytes of messages from another rank of its computer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ log = logging.getLogger("context_parallel")
 P2P_DISABLE = "NCCL_P2P_DISABLE"
 SHM = "/dev/shm"
 SHM_PER_RANK = 128 << 20  # bytes: a connection takes 10 MB per channel and direction, and a rank has some in each of its groups
-FASTER = 1.25  # times as fast as NCCL is what takes its place, for good
+MIN_SPEEDUP = 1.25  # times as fast as NCCL is what takes its place, for good
 PROBE = 1 << 18  # numbers that each rank sends each other one
 
 
@@ -110,7 +110,7 @@ def without_peer_access(devices: Sequence[str]) -> list[str]:
     return [f"{one} to {other}" for one, other in permutations(devices, 2) if not reaches(one, other)]
 
 
-def look_at_peers(devices: Sequence[str], way: Connection) -> bool:
+def check_peers(devices: Sequence[str], way: Connection) -> bool:
     """Return whether NCCL lets all GPUs reach each other's memory. Where it does not, warn of that, and of a /dev/shm that is too
     small."""
     pairs = without_peer_access(devices)

@@ -18,8 +18,8 @@ from ..nested import map_tensors
 from .messages import Packed
 from .protocol import TensorPacker, Tree, flatten, read_tensor, unflatten
 
-LIMIT = 512 << 20  # bytes kept per rank
-SMALL = 4096  # bytes up to which a tensor is not worth keeping
+CACHE_LIMIT = 512 << 20  # bytes kept per rank
+MIN_CACHED = 4096  # bytes up to which a tensor is not worth keeping
 
 
 class CallEncoder:
@@ -43,7 +43,7 @@ class CallEncoder:
         packer, used, on_host = TensorPacker(), set[str](), dict[int, Tensor]()
 
         def store(tensor: Tensor, path: str) -> Tree:
-            if tensor.nbytes <= SMALL or any(path.startswith(f"[{name!r}]") for name in changing):
+            if tensor.nbytes <= MIN_CACHED or any(path.startswith(f"[{name!r}]") for name in changing):
                 return packer.add(tensor, path)
             tensor = on_host.setdefault(id(tensor), tensor.to("cpu"))  # by object: the packer lays each out once
             key = self._find(path, tensor)
@@ -83,7 +83,7 @@ class CallEncoder:
         """Forget the least recently used tensors above the limit, never one in `used`; return their keys."""
         dropped, size = [], sum(kept.nbytes for _, kept in self._kept.values())
         for key in [key for key in self._kept if key not in used]:
-            if size > LIMIT:
+            if size > CACHE_LIMIT:
                 size -= self._kept.pop(key)[1].nbytes
                 dropped.append(key)
         return dropped

@@ -21,20 +21,20 @@ HAS_DEVICE_BACKENDS = True
 """Whether torch has libraries for messages between devices, such as NCCL."""
 BROKEN_GLOO: tuple[tuple[int, int], ...] = ()
 """Versions of torch whose gloo connects no ranks."""
-READ_AT_ONCE = os.O_RDONLY | os.O_NONBLOCK
+OPEN_NONBLOCKING = os.O_RDONLY | os.O_NONBLOCK
 """For `os.open`: no waiting where a name turns out to be a pipe's."""
 PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
 """For `mmap.mmap`: memory of this process alone."""
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which `mmap` names from Python 3.13 on
 _libc = ctypes.CDLL(None, use_errno=True)  # gives up the GIL meanwhile
-_quick = ctypes.PyDLL(None)
+_libc_with_gil = ctypes.PyDLL(None)
 
 
 # Memory
 
 
-_AT_ONCE = 1 << 28  # bytes of a write
+_MAX_WRITE = 1 << 28  # bytes of a write
 
 
 def memory_fd(name: str = "context-parallel") -> int:
@@ -52,7 +52,7 @@ def reserve(fd: int, size: int, start: int = 0) -> None:
 def write_at(fd: int, data: memoryview, start: int) -> None:
     """Write bytes into a file. Raises OSError: there is no room."""
     while data:
-        count = os.pwrite(fd, data[:_AT_ONCE], start)
+        count = os.pwrite(fd, data[:_MAX_WRITE], start)
         data, start = data[count:], start + count
 
 
@@ -218,7 +218,7 @@ def cores() -> set[int]:
     return os.sched_getaffinity(0)
 
 
-def keep_to(numbers: set[int]) -> None:
+def set_affinity(numbers: set[int]) -> None:
     """Keep this thread, and those that it starts, to some cores. Raises OSError: a container may forbid it."""
     os.sched_setaffinity(0, numbers)
 
@@ -286,10 +286,10 @@ class Semaphores:
 
     def __init__(self) -> None:
         address = ctypes.c_void_p
-        self._init = _function(_quick, "sem_init", address, ctypes.c_int, ctypes.c_uint)
+        self._init = _function(_libc_with_gil, "sem_init", address, ctypes.c_int, ctypes.c_uint)
         self._wait = _function(_libc, "sem_clockwait", address, ctypes.c_int, ctypes.POINTER(_Time))
-        self.post = _function(_quick, "sem_post", address)
-        self._try = _function(_quick, "sem_trywait", address)
+        self.post = _function(_libc_with_gil, "sem_post", address)
+        self._try = _function(_libc_with_gil, "sem_trywait", address)
 
     def make(self, address: int) -> int:
         """Make one in 32 bytes; return what the other methods take. Raises OSError."""

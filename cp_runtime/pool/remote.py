@@ -22,7 +22,7 @@ CONNECTION = "SSH_CONNECTION"  # environment variable of sshd: addresses and por
 
 def prepare(inbox: Inbox, site: dict[str, Any]) -> dict[str, str]:
     """Say which process this is and what is installed here. Returns this computer's own environment of a rank. `site`: see
-    `processes.told`; its first folder is ComfyUI's."""
+    `processes.site_message`; its first folder is ComfyUI's."""
     site["argv"] = without_paths(site["argv"])
     inbox.begin(MARK)
     inbox.send(Frame(json.dumps({"pid": os.getpid(), "facts": facts_of(next(iter(site["path"]), ""))}).encode()))
