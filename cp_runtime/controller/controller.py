@@ -32,7 +32,7 @@ log = logging.getLogger("context_parallel")
 
 RESTART_TIMEOUT = 15.0  # seconds for a prompt to end after its workers are killed
 CLOSE_TIMEOUT = 3.0  # the same, at exit
-MORE_ROOM = 2.0  # factor on the expected memory of a call, after a rank had too little
+RETRY_MEMORY_FACTOR = 2.0  # factor on the expected memory of a call, after a rank had too little
 POLL = 0.1  # seconds between two polls for Cancel while another thread holds the lock
 
 
@@ -113,7 +113,7 @@ class Controller:
             except RankOutOfMemory as error:
                 log.warning("rank %d ran out of memory; making room for the call and trying it again", error.rank)
                 self._make_room(config, target)
-                out, record = run(replace(call, memory_scale=call.memory_scale * MORE_ROOM))
+                out, record = run(replace(call, memory_scale=call.memory_scale * RETRY_MEMORY_FACTOR))
             except RankError as error:
                 if error.kind != ChangedFileError.__name__:
                     raise

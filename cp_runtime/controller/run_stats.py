@@ -12,7 +12,7 @@ from ..pool.messages import CallReport
 from ..timing.times import kind_of
 from ..words import ENGLISH, words_in
 
-BY_HEAD = 1.25
+LAYOUT_GAIN = 1.25
 """Factor by which processes may be faster than their number: what they exchange, they lay out as CPU kernels read it fastest."""
 NOT_MEASURED = "not_measured"
 
@@ -87,7 +87,7 @@ class RunResult:
     @property
     def possible(self) -> Sequence[float]:
         """The plausible measurements on one device: the displayed speed-up is within the limit."""
-        most = (self.limit or self.ranks) * (BY_HEAD if self.unit == "process" else 1)
+        most = (self.limit or self.ranks) * (LAYOUT_GAIN if self.unit == "process" else 1)
         return [each for each in self.alone if not self.per_call or round(each / self.per_call, 1) <= round(most, 1)]
 
     @property

@@ -104,7 +104,7 @@ class Workers:
         """Bytes that a call can take on the device of every rank, after the last call; None before it and where ranks are CPUs."""
         last = self.last_call
         reports = [] if last is None else last.reports[: last.most or None]
-        return self.models.for_every_rank([report.outcome.room for report in reports]) if reports else None
+        return self.models.common_room([report.outcome.room for report in reports]) if reports else None
 
     def serves(self, config: RuntimeConfig) -> bool:
         return self.pool.alive and self._pool_key(self.pool.config) == self._pool_key(config)
@@ -142,7 +142,7 @@ class Workers:
         ranks, kind, chooser = self._ranks(config, target.key), run.now or call.kind(target.kind), self._chooser
         failed, expected = self._shortages.of(config.devices, kind), target.demand.call
         count, choice = ranks.most, None
-        with _harmless():
+        with _log_errors():
             if config.chooses_ranks and not call.by_conditioning:  # whose patches may note something for the next call
                 count = chooser.choose(kind, ranks, lambda n: n not in failed and self._fits(ranks.largest_part(n) * expected))
         try:
@@ -151,7 +151,7 @@ class Workers:
             if count < ranks.size:
                 self._shortages.note(config.devices, kind, count)
             raise
-        with _harmless():
+        with _log_errors():
             run.one_rank = chooser.who(ranks, 1)
             run.note(limit=sum(ranks.shares[:count]) / ranks.shares[0] if ranks.shares else 0.0)
             self._add(kind, chooser.who(ranks, count), record, run)
@@ -255,7 +255,7 @@ class Workers:
 
 
 @contextlib.contextmanager
-def _harmless() -> Iterator[None]:
+def _log_errors() -> Iterator[None]:
     """Log errors in a measurement: it may not end a prompt."""
     try:
         yield

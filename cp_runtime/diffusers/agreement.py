@@ -104,13 +104,13 @@ def _sum_of(tensor: Tensor) -> int:
     return int((words * (places * 2654435761 % 4294967291)).sum())
 
 
-def agree(told: Any, group: RankGroup) -> list[Any]:
+def agree(value: Any, group: RankGroup) -> list[Any]:
     """All-gather a value as JSON; raise it on all ranks if it is an error. One collective of 4 KB."""
-    own = told if isinstance(told, Exception) else None
+    own = value if isinstance(value, Exception) else None
     if own is not None:
         kind = "" if isinstance(own, PlanError) else f"{type(own).__name__}: "
-        told = {ERROR: f"{kind}{own}"[:MESSAGE]}
-    text = json.dumps(told).encode().ljust(8 * MESSAGE)  # at most 6 bytes per character
+        value = {ERROR: f"{kind}{own}"[:MESSAGE]}
+    text = json.dumps(value).encode().ljust(8 * MESSAGE)  # at most 6 bytes per character
     padded = torch.tensor(list(text), dtype=torch.uint8, device=group.device)
     (rows,) = group.all_gather([padded[None]], [1] * group.size, 0)
     answers = [json.loads(bytes(row)) for row in rows.tolist()]

@@ -144,7 +144,7 @@ def apply_context_parallel(
         if calls is not None and shard_weights:
             shared = ShardedModel(module, mesh, device)
             calls.weights = shared.weights
-            made[0].on_remove(shared.give_back)
+            made[0].on_remove(shared.restore)
     except BaseException:
         for each in made:
             each.remove()

@@ -351,7 +351,7 @@ class _Writer(Pickler):
         return find, (name,)
 
     def _remade(self, cls: Any) -> Any:
-        """Have a class that a function has made be made again: from its body, or by that function where the body uses variables of
+        """Have the rank make a class that a function has made: from its body, or by that function where the body uses variables of
         it."""
         known = _remade.get(cls)
         if known is None or not known[1].holds():
@@ -375,12 +375,12 @@ Making = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function of `made.MAKERS`, and its arguments, of which the first is the name of a function."""
 CLASSES = 64
 _remade: Recent[type, tuple[Making, Code]] = Recent(CLASSES)
-"""Classes that functions have made: how they are made again, and their code, as long as that holds. The code refers to them, so
+"""Classes that functions have made: how ranks make them, and their code, as long as that holds. The code refers to them, so
 only the last ones are kept."""
 
 
 def _making(cls: Any) -> tuple[Making, Code]:
-    """Return how ranks make a class again, and its code. Raises MirrorError: it would be another one."""
+    """Return how ranks make a class, and its code. Raises MirrorError: it would be another one."""
     outer, _, inner = full_name(cls).partition(LOCALS)
     bodies, _ = bodies_in(outer, inner)
     if len(bodies) == 1 and not bodies[0].co_freevars and type(cls) is type:
@@ -389,12 +389,12 @@ def _making(cls: Any) -> tuple[Making, Code]:
         make = make_class, _arguments(cls)
     shown = full_name(cls).replace(":", ".")
     try:
-        again = make[0](*make[1])
+        remade = make[0](*make[1])
     except Exception as error:
         raise MirrorError(f"{shown} is a class that the workers cannot make: {error}") from error
     ours = code_of((cls,))
-    bases = [[each.__qualname__ for each in made.__mro__] for made in (cls, again) if isinstance(made, type)]
-    if len(bases) < 2 or bases[0] != bases[1] or ours.hashes != code_of((again,)).hashes:
+    bases = [[each.__qualname__ for each in made.__mro__] for made in (cls, remade) if isinstance(made, type)]
+    if len(bases) < 2 or bases[0] != bases[1] or ours.hashes != code_of((remade,)).hashes:
         raise MirrorError(f"{shown} is a class that the workers would make otherwise: it was changed after it was made")
     return make, ours
 
