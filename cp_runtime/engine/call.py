@@ -57,7 +57,7 @@ class RunningCall:
     Attributes:
         state: streams, lengths and layouts.
         ask: called before the ranks exchange tokens; if set, they also compare masks, for which they wait for the device.
-        in_joint_order: attention functions get all tokens in the order of one process, for those that tell them by position.
+        in_joint_order: attention functions get all tokens in the order of one process: some depend on positions.
         expects_attention: missing an attention that should be shared is an error.
         on_all: modules get all tokens at this point of the forward, on every rank.
     """
@@ -110,6 +110,7 @@ class RunningCall:
             self.on_all = before
 
     def enter_module(self, name: str, plan: ModulePlan) -> None:
+        # A cancel point, which may raise: before anything begins that would have to end.
         if self._on_module is not None:
             self._on_module()
         if plan.separate:
@@ -172,6 +173,8 @@ class RunningCall:
         `streams`: of queries and keys; None = derived from their lengths. `own_masks`: accept a mask made inside the attention,
         over this rank's queries and keys, if it hides padding.
         """
+        # In the first call of a form all ranks first agree that each has come here: a rank that failed would leave the others
+        # in the exchange.
         if self.ask is not None:
             self.ask()
         with trace_range("cp.attention"):
@@ -191,6 +194,7 @@ class RunningCall:
                 q_BLHD, k_BLKD, v_BLKD, config=self._planner(shape), q_layout=q_layout, k_layout=k_layout, mask=mask, causal=causal,
                 scale=scale, attend=attend, kernel=kernel,
             )  # fmt: skip
+        # Behind the exchanges, so that weights of the next block, fetched from here on, do not compete with them for the link.
         if self._after_attention is not None:
             self._after_attention()
         return out if seeing is None else out.masked_fill(~seeing, 0.0)
@@ -308,6 +312,7 @@ class RunningCall:
         if len(candidates) == 1:
             return candidates[0]
         held = (queries, keys)
+        # By layout, not by name: combinations with the same tokens on every rank are one, whichever name they go by.
         layouts = {(state.layout(q), state.layout(k)): (q, k) for q, k in candidates}
         fitting = [pair for pair in layouts if tuple(layout.local_lengths[state.rank] for layout in pair) == held]
         if len(fitting) == 1:

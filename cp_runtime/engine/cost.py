@@ -34,6 +34,7 @@ from .ranks.config import EXACT, ContextParallelConfig, SequenceSettings
 from .ranks.mesh import factors
 from .ranks.sharding import Shares, split_sizes
 
+# Where exchange and attention take equally long, four rounds take 0.64 of the time of one: docs/performance.md, "Slow links".
 ROUNDS = (1, 2, 4, 8)
 ROUND_LAUNCHES = 12  # operations per round: packing, two collectives, attention, unpacking
 ROUNDS_TOLERANCE = 0.03  # of attention: accepted excess over the best number of rounds
@@ -154,6 +155,8 @@ def allowed(shape: AttentionShape, ranks: int, settings: SequenceSettings, share
     ]
 
 
+# Every rank decides for itself: ranks with different answers would enter different collectives, and hang. So the arguments are
+# equal on all: gathered rates, lengths of all ranks, settings of the message. None is measured here.
 @lru_cache(maxsize=1024)
 def decide(
     shape: AttentionShape, ranks: int, settings: SequenceSettings, rates: Rates, shares: Shares = ()

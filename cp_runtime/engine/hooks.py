@@ -54,6 +54,7 @@ class InstalledPlan(Generic[PlanT]):
                 if module_plan.attention is not None:
                     with_attention.add(module)
                 of_forward = module is not model and method_of(pattern) == "forward"
+                # Hooks of attention can be traced; all others break a compiled graph, since they communicate.
                 if plan.attention_rule is not None and of_forward and module_plan.only_attention:
                     self._hook_attention(name, module, _constant(module_plan.attention, module_plan.keys), module_plan)
                     continue
@@ -156,6 +157,7 @@ class InstalledPlan(Generic[PlanT]):
 
     def _hook_attention(self, name: str, module: nn.Module, rule: AttentionRule, said: ModulePlan | None = None) -> None:
         """Run a rule before a module. `said`: the plan of the module, if that is where the rule comes from."""
+        # These hooks are shared by all modules with such arguments, as compiled code is, and find the plan by the module.
         self._paths[module], _plans[module] = (name, said), ref(self)
         before, after = _attention_hooks(argument_names(module), rule, said is not None)
         self._undo.append(module.register_forward_pre_hook(before, with_kwargs=True).remove)

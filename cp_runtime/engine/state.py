@@ -13,7 +13,7 @@ from ..nested import tensors
 from ..recent import Recent
 from .ranks.sharding import CONTIGUOUS, JointLayout, Shares, Split, joint_layout
 
-REMEMBERED = 64  # results cached per call
+REMEMBERED = 64  # results cached per call; an entry keeps its source alive, so a model may make a mask in every block
 
 # Streams of the queries and of the keys of one attention, each in joint order.
 AttentionStreams = tuple[tuple[str, ...], tuple[str, ...]]
@@ -67,7 +67,7 @@ class CallState:
         self.arguments: Mapping[str, Any] = {}
         self.lengths: dict[str, int] = {}
         self.grids: dict[str, tuple[int, ...]] = {}
-        self.masked: dict[int, tuple[Tensor, AttentionStreams]] = {}
+        self.masked: dict[int, tuple[Tensor, AttentionStreams]] = {}  # with the mask, so that no other gets its id
         self.padding: dict[tuple[str, ...], Tensor] = {}
         self.in_turn: list[AttentionStreams] = []
         self.whole: set[str] = set()
@@ -122,7 +122,7 @@ class CallState:
         self.lengths, self.grids, self._splits, self._layouts = self._around.pop()
 
     def restart(self) -> None:
-        """Forget all streams: the model begins anew, with other tokens under the same names."""
+        """Forget all streams: the model starts over, with other tokens under the same names."""
         self._left = self.tokens()
         self.lengths, self.grids, self._splits, self._layouts = {}, {}, {}, {}
 

@@ -127,4 +127,5 @@ class PatchCall(StagedCall):
         return self._put(name, value, layout, dim)
 
     def _put(self, name: object, value: Tensor, layout: JointLayout, dim: int) -> Tensor:
+        # The point in the forward, which is the same in every call of a form: attentions and gathers so far.
         return self._kept.put((self._shared, self._gathers, name), value, layout, self._patch, dim)

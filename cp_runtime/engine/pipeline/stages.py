@@ -66,6 +66,7 @@ def cut(sizes: Sequence[int], stages: int, shares: Shares = ()) -> list[int]:
         middle = sum(sizes[:number]) + size / 2
         wanted = sum(middle >= end for end in ends[:-1])
         before = found[-1] if found else -1
+        # Never an earlier stage than the block before, never more than one later, and as many blocks left as stages.
         found.append(min(max(wanted, before, stages - len(sizes) + number), before + 1))
     return found
 
@@ -88,7 +89,7 @@ class Form(NamedTuple):
         def fill(_: Tensor) -> Tensor:
             part = next(parts)
             if isinstance(part, int):
-                like, contiguous = inputs[part], torch.contiguous_format
+                like, contiguous = inputs[part], torch.contiguous_format  # a message may arrive there
                 floats = like.is_floating_point()
                 return torch.full_like(like, value, memory_format=contiguous) if floats else like.clone(memory_format=contiguous)
             shape, dtype = part
@@ -171,6 +172,7 @@ class Stages:
 
         # As a rule a block depends on the one before it, and on no other.
         chain = [needed({place + 1}, owner) for place, owner in enumerate(owners)]
+        # One forward per border between stages checks that; only models with other dependencies need one per block.
         ends = [place for place, stages in enumerate(chain) if stages]
         if any(max(self._surveyed(run, range(end))[1], default=0) > end for end in ends):
             chain = [needed(self._surveyed(run, (place,))[1], owner) for place, owner in enumerate(owners)]
@@ -215,6 +217,7 @@ class Stages:
                 return out
             out = visit.form.filled(list(tensors((args, kwargs))), 0.0)
             for tensor in filter(Tensor.numel, tensors(out)) if self.stage in visit.needed else ():
+                # In the order of the blocks, in which their stages send: messages between two ranks match by order.
                 received.append((owner, tensor.shape, tensor.dtype))
                 target, pending = (
                     self._coming.popleft() if self._coming else (tensor, self._group.receive(tensor, self._rank(owner)))

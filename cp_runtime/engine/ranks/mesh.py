@@ -77,6 +77,7 @@ class Groups:
         return known
 
 
+# By world: the groups of one that was destroyed must not outlive it.
 _of_worlds: WeakKeyDictionary[dist.ProcessGroup, dict[Any, Groups]] = WeakKeyDictionary()
 
 

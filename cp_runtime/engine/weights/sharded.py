@@ -25,7 +25,7 @@ from ..ranks.collectives import Pending, RankGroup
 from .blocks import Block, blocks_of
 from .packing import ALIGNMENT, Packing, round_up
 
-PIECES = 8  # of a block
+PIECES = 8  # of a block: a portion behind each attention is a whole number of them
 SMALLEST_PIECE = 4 << 20  # bytes
 
 
@@ -212,6 +212,7 @@ class ShardedWeights:
         """
         names = [*(sharded.block.name for sharded in self._order), "", *(sharded.block.name for sharded in self._held)]
         known = zlib.crc32("\n".join(names).encode())
+        # One collective for both ends: the largest of -x is the smallest of x, and all are equal where these meet.
         high, low = self._ranks.largest(torch.tensor([known, -known], device=self._device)).tolist()
         return bool(high == -low)
 
@@ -257,6 +258,7 @@ class ShardedWeights:
         """Request a part of the next block, so that all of it is requested when the attentions of this one are over."""
         if (expected := self._expected) is None or expected.buffer is None:
             return
+        # From counts that are the same on all ranks (blocks and attentions so far), so that peers send the same pieces.
         attentions = self._entered[-1].attentions if self._entered else 0
         left = len(expected.shard) - expected.fetched
         self._request(expected, -(-left // max(1, attentions + 1 - self._attentions)))
@@ -286,12 +288,14 @@ class ShardedWeights:
         numbers = range(len(sharded.shard))[sharded.fetched : sharded.fetched + pieces]
         if not numbers or sharded.buffer is None:
             return
+        # Behind all work launched so far (`_side_stream`): kernels of the buffer's last block may still read it.
         with self._side_stream():
             for number in numbers:
                 whole = sharded.buffer[number * sharded.piece : (number + 1) * sharded.piece]
                 own = sharded.shard[number].to(self._device, non_blocking=True)
                 sharded.pending.append(self._ranks.gather_parts(own, whole))
         sharded.fetched = numbers.stop
+        # Two groups of NCCL whose kernels overlap may deadlock: see `RankGroup.may_overlap`.
         if not self._may_overlap:
             _wait(sharded)
 
