@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from .messages import Failure, Report
 
 CANCEL_GRACE = 1.15  # seconds that ranks get to leave a cancelled call before they are killed, or
-CANCEL_MODULES = 3  # as long as this many planned modules take: they poll at one and leave at the next
+CANCEL_MODULES = 3  # as long as this many planned modules take: a rank is inside one, stops at the next, and leaves at another
 CANCEL_LIMIT = 60.0  # seconds that they get at most
 REPORT_GRACE = 1.0  # seconds that the other ranks get to report after a first failure
-DEATH_LAG = 0.25  # a death is noticed this much later than the errors that it causes on other ranks
+DEATH_LAG = 0.25  # seconds by which a death may be noticed later than the errors that it causes on other ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +120,7 @@ class Collection:
         if self._cause() is not None and not self._failing:
             self._failing = True
             self._deadline = now + REPORT_GRACE
+        # Before the deadline: what is complete by then counts, however late this process looks at it.
         if all(rank in self.replies or rank in self._died for rank in range(self.world_size)):
             return self._finish()
         if quiet and now >= self._deadline:

@@ -110,6 +110,7 @@ class Outbox:
         """Write a frame. Nothing happens where its reader has ended, or after `close`."""
         with self._lock:
             for part in _parts(frame):
+                # Behind what the thread has yet to write, or this frame would overtake it.
                 if not self._behind and self._writes_directly:
                     part = self._try(part)
                 if part:
@@ -149,12 +150,12 @@ class Outbox:
 
 
 class Inbox:
-    """A rank's own end. Its standard input is empty from now on, and its output goes where its errors go: libraries print.
+    """A rank's end of its pipes. Its standard input is empty from now on, and what libraries print goes to its standard error.
 
     Args:
         ended: called at the end of the input: nobody needs this process any more.
-        urgent: called with every urgent frame, in the thread that reads; may be set anew.
-        arrived: with every other one there, before `get` returns it; may be set anew.
+        urgent: called with every urgent frame, in the reading thread; may be replaced.
+        arrived: called there with every other frame, before `get` returns it; may be replaced.
     """
 
     def __init__(self, ended: Callable[[], None], urgent: Callable[[Frame], None], arrived: Callable[[Frame], None]) -> None:
@@ -171,7 +172,7 @@ class Inbox:
         threading.Thread(target=self._run, name="frames", daemon=True).start()
 
     def end_on_silence(self, seconds: float) -> None:
-        """From now on take it for the end if nothing comes for so long."""
+        """From now on, treat a silence of this many seconds as the end of the input."""
 
         def run() -> None:
             while time.monotonic() - self._last < seconds:
@@ -192,7 +193,7 @@ class Inbox:
         os.write(self._output, mark)
 
     def send(self, frame: Frame) -> None:
-        """Send a frame. In any thread; in the end of the other side, this process ends."""
+        """Send a frame, in any thread. Ends this process if the other side has ended."""
         with self._writing:
             try:
                 write(self._output, frame)

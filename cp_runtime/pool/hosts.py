@@ -36,12 +36,13 @@ OPTIONS = (
     "StrictHostKeyChecking=yes",
     "ConnectTimeout=10",  # a computer that sleeps gives no answer
     "ExitOnForwardFailure=yes",
+    # A pulled cable closes no connection: ssh gives up after two intervals without an answer.
     "ServerAliveInterval=2",
     "ServerAliveCountMax=2",
 )
 SSH_FAILED = 255
 """Status of ssh itself."""
-BEAT = 2.0  # seconds between two signs of life
+BEAT = 2.0  # seconds between two signs of life: several within `rank_program.SILENCE_LIMIT`, as one may be late
 CHECK_TIMEOUT = 60.0  # seconds that a host has to name its devices: it may import torch from a disk
 END_TIMEOUT = 2.0  # seconds that the kernel has to end a killed ssh
 READY, UNREACHED, DIFFERS = "ready", "not reached", "differs"
@@ -87,6 +88,7 @@ class HostProcess(RankProcess):
             remedy = by_hand(self._host) if status == SSH_FAILED else elsewhere
             asleep = " It may sleep, or be switched off." if any(words in lines for words in _ASLEEP) else ""
             self.error = PoolError(f"the computer {self._host}: {what}.{asleep} {lines}\n{remedy}")
+        # `ssh_guard` exits as a shell does, with 128 and the number of a signal, of which `Popen` has the negative.
         super().ended(128 - status if 128 < status < SSH_FAILED else status)
 
     def _beat(self) -> None:

@@ -22,8 +22,8 @@ log = logging.getLogger("context_parallel")
 P2P_DISABLE = "NCCL_P2P_DISABLE"
 SHM = "/dev/shm"
 SHM_PER_RANK = 128 << 20  # bytes: a connection takes 10 MB per channel and direction, and a rank has some in each of its groups
-MIN_SPEEDUP = 1.25  # times as fast as NCCL is what takes its place, for good
-PROBE = 1 << 18  # numbers that each rank sends each other one
+MIN_SPEEDUP = 1.25  # of shared memory over NCCL, to replace it: ranks that have left NCCL cannot return without a restart
+PROBE = 1 << 18  # numbers that each rank sends to each other rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +151,7 @@ def compare(native: RankGroup, device: torch.device) -> float:
         if other.shared is not None:
             probe(other, device)
             shared = exchange_seconds(other, device)
-        return exchange_seconds(native, device) / shared  # now all ranks are done with the other group
+        return exchange_seconds(native, device) / shared  # a collective: behind it no rank uses the other group any more
     except (OSError, RuntimeError) as error:
         raise dist.DistBackendError(f"messages through shared memory: {error}") from error
     finally:

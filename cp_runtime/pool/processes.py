@@ -97,7 +97,7 @@ class RankProcess:
         self.send_signal(system.KILL)
 
     def read_greeting(self, reader: Reader) -> None:
-        """Take what comes before the frames of a rank."""
+        """Read what precedes the frames of a rank."""
 
     def _run(self, started: Future[tuple[int, Outbox]], command: list[str], environment: dict[str, str]) -> None:
         """Start it, read what it sends, and wait for its end. This thread must not end before: see `system.die_with_parent`."""

@@ -12,7 +12,7 @@ import torch
 from ..system import system
 
 DEVICES = Path("/sys/bus/pci/devices")
-HOST_THREADS = 4  # threads: what is left for the host are copies, and those of many threads wait for each other
+HOST_THREADS = 4  # the host only copies then, and copies by many threads wait for each other
 
 
 def bind_near(device: torch.device, ranks: int) -> None:
@@ -34,7 +34,7 @@ def _cores_near(device: torch.device) -> set[int]:
     if device.type != "cuda":
         return set()
     known: Any = torch.cuda.get_device_properties(device)
-    # An older torch does not tell the address, and containers may hide the folder.
+    # An older torch does not know the address, and containers may hide the folder.
     with contextlib.suppress(AttributeError, OSError, ValueError):
         address = f"{known.pci_domain_id:04x}:{known.pci_bus_id:02x}:{known.pci_device_id:02x}.0"
         ranges = (part.split("-") for part in (DEVICES / address / "local_cpulist").read_text().strip().split(","))

@@ -48,6 +48,7 @@ class Watch:
     def look(self) -> None:
         """Correct the timer. To be called several times a second."""
         with self._lock:
+            # Not for less: each time faulthandler ends a thread and starts another.
             if abs(self._until - self._armed) > BEAT:
                 self._arm()
 

@@ -1,4 +1,4 @@
-"""The program of a rank's process: imports what ranks need, then waits to be told which rank it is.
+"""The program of a rank's process: imports what ranks need, then waits for its rank's description.
 
 Run by file name, as `python rank_program.py`, by `processes.LocalProcess`; with `there`, on another computer, by ssh. Standard
 input and output are for frames; what a library prints goes to standard error. The folder of this file leaves `sys.path` at once:

@@ -37,6 +37,7 @@ class CallEncoder:
     def encode(self, arguments: dict[str, Any], changing: Set[str]) -> tuple[Tree, tuple[str, ...] | None, TensorPacker]:
         """Return the arguments as a tree, keys that ranks are to forget (None: all), and the tensors to send. Ranks do not keep
         those of `changing`, arguments that change with every call."""
+        # Until every rank has confirmed this message: one that fails before it unpacks lacks what `_kept` says from here on.
         start_over, self._in_step = not self._in_step, False
         if start_over:
             self._kept.clear()

@@ -108,11 +108,12 @@ class Worker:
         self.inbox, self._watch = inbox, Watch()
         self._blocks = _open_blocks(spec)
         self._relay: Relay | None = None
-        self._is_relay = False  # it hands bytes on, to the other ranks of its computer
+        self._is_relay = False  # it passes bytes on to the other ranks of its computer
         self._result: Tensor | None = None  # for the controller, if no memory is shared
         self.cancel_points, self.stats = CancelPoints(), CommStats()
-        self._runs = False  # the call is left at runs of its forward
+        self._runs = False  # cancel points are runs of the forward, not modules
         self.notes = Notes(self._send, lambda: self.stats.collectives, self._watch, spec["load_timeout"])
+        # In the thread that reads: a Cancel right behind a call must not meet the cancel points of the call before.
         inbox.urgent, inbox.arrived = self._urgent, lambda frame: self.cancel_points.restart()
         self.spec, self.timeout = spec, timedelta(seconds=spec["collective_timeout"])
         self.cache = TensorCache(self.device)
@@ -146,7 +147,7 @@ class Worker:
         return Connected(relayed=self._relay is not None and not self._is_relay)
 
     def _open_relay(self) -> None:
-        """Have the first rank of another computer hand the bytes of messages on to the others there."""
+        """Let the first rank of another computer pass the bytes of messages on to the others there."""
         machines, host = self.spec["machines"], self.spec["host"]
         first, key = machines.index(host), f"handed on by {host}"
         self._is_relay = self.rank == first and machines.count(host) > 1
@@ -164,7 +165,7 @@ class Worker:
             raise dist.DistBackendError(f"this torch has no {backend}")
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore(backend, self._store),
+            store=dist.PrefixStore(backend, self._store),  # a second world must not find the keys of the first
             rank=self.rank,
             world_size=self.world_size,
             timeout=self.timeout,
@@ -177,7 +178,8 @@ class Worker:
 
     def _compare(self, *_: Any) -> Compared:
         speed = compare(self.mesh.whole, self.device)
-        if speed > MIN_SPEEDUP:  # torch would have other ranks split NCCL's group for each of gloo that does not have all ranks
+        if speed > MIN_SPEEDUP:
+            # A new world: torch makes a gloo group inside NCCL's world by splitting it, and ranks outside of the group would hang.
             dist.destroy_process_group()
             self._join("gloo")
         return Compared(speed=speed)
@@ -424,5 +426,6 @@ def run(spec: dict[str, Any], inbox: Inbox) -> None:
     # ComfyUI logs the same on every rank while it is imported and loads; only its warnings differ.
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s|%(message)s", force=True)
     logging.getLogger("context_parallel").setLevel(spec["log_level"])
+    # Not inference mode, in which torch does not count changes in place: `CallState.once` needs them.
     torch.set_grad_enabled(False)
     Worker(spec, inbox).serve()

@@ -62,9 +62,10 @@ IMPORTING, CONNECTING = "importing", "connecting"
 REMOTE_CONNECT_TIMEOUT = 9.0
 PROBE_TIMEOUT = 10.0  # seconds that ranks have for the first messages over their devices' library
 COMPARE_TIMEOUT = 10.0  # seconds that they have to compare it with shared memory
-STALL = 0.5  # seconds between two looks, after which this process was stopped, or had no processor
-DRAIN = 0.5  # seconds that the threads which read have, after that, for what ranks sent meanwhile
-CANCEL_POLL = 0.02  # seconds between two looks at the caller's Cancel
+# A gap of this many seconds between two polls means that this process was stopped, or starved. Ranks that have reported meanwhile
+# are not late: the threads that read get `DRAIN` seconds to bring their reports.
+STALL, DRAIN = 0.5, 0.5
+CANCEL_POLL = 0.02  # seconds between two polls for the caller's Cancel
 SHUTDOWN_GRACE = 5.0
 
 
@@ -122,7 +123,7 @@ class WorkerPool:
         self._messages: Messages = queue.SimpleQueue()
         self._progress = [(0, Progress())] * self.world_size  # the command that it is of, and the progress
         self.apart: set[int] = set()
-        self._piped: set[int] = set()  # those of them that get bytes in frames, to hand them on where others do not
+        self._piped: set[int] = set()  # those of them that get bytes in frames, some to pass them on: see `blocks.Relay`
         self._result: Buffer = b""
 
     def start(self, cancelled: Callable[[], bool] | None = None) -> None:
@@ -136,6 +137,7 @@ class WorkerPool:
             log.warning("ranks share an accelerator: that is for checking results; one rank alone is faster")
         self.since = time.time()
         with self._running("start"):
+            # One way to connect after the other, each with new processes: those of one that failed may hang in it.
             while not self.alive:
                 try:
                     self._start(self.fallback.current, cancelled)
@@ -171,6 +173,7 @@ class WorkerPool:
         self.peer_to_peer = check_peers(self.config.local, way) if way.backend == "nccl" else None
         limit = min(self._connect_timeout, REMOTE_CONNECT_TIMEOUT if self.hosts else math.inf)
         port = self.shared.store_port(self.world_size) if self.apart else 0
+        # Only ways that are known to hang have a limit of their own: devices' libraries, and networks.
         connected = step(Connect(port=port), *((CONNECTING, limit) if self.hosts or way.backend == self.config.native else ()))
         self._piped -= {rank for rank, report in enumerate(connected) if report.relayed}
         if way.backend != "gloo":
@@ -218,6 +221,7 @@ class WorkerPool:
         """Take a message of a rank, in the thread that reads it."""
         try:
             header = unpack(frame.header) if isinstance(frame, Frame) else None
+            # Ten a second from every rank: only the last one counts, so they do not go through the queue.
             if header is not None and header.kind == Beat.__name__:
                 self._progress[rank] = header.seq, Progress(cast(Beat, header.message), time.monotonic())
             else:
@@ -409,7 +413,7 @@ class WorkerPool:
                     raise header
                 if header is None:
                     collection.died(rank, time.monotonic())
-                elif header.seq == self._seq:
+                elif header.seq == self._seq:  # else it is late: `Arrived` for a call that ended as it was cancelled
                     message = header.message
                     if isinstance(message, Arrived):
                         collection.arrived(rank, message.place)

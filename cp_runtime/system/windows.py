@@ -35,7 +35,6 @@ _WAIT_TIMEOUT = 258
 _ENVIRONMENT = dict(os.environ)
 _STORE = "context-parallel-store-"
 _MAX_COUNT = 0x7FFFFFFF  # count of a semaphore
-_BEAT, _SILENT = 0.1, 2.0  # seconds between two looks for a message; without one, something holds the GIL
 _kernel = ctypes.WinDLL("kernel32", use_last_error=True)  # gives up the GIL meanwhile
 
 
