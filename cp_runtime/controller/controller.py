@@ -32,7 +32,7 @@ log = logging.getLogger("context_parallel")
 
 RESTART_TIMEOUT = 15.0  # seconds for a prompt to end after its workers are killed
 CLOSE_TIMEOUT = 3.0  # the same, at exit
-RETRY_MEMORY_FACTOR = 2.0  # factor on the expected memory of a call, after a rank had too little
+RETRY_MEMORY_FACTOR = 2.0  # on the expected memory of a call that ran out of it; after a second time the prompt fails
 POLL = 0.1  # seconds between two polls for Cancel while another thread holds the lock
 
 
@@ -56,6 +56,7 @@ class Controller:
         self.times = Times()
         self.journal = Journal(self.times)
         self.preferences = KeptPreferences()
+        # Reentrant: making room inside a call unloads models of this process, and `unload` comes back here.
         self._lock = threading.RLock()
         self._shortages = Shortages()
         self._owners: dict[str, WeakSet[Any]] = {}  # models of this process, by key
@@ -113,6 +114,7 @@ class Controller:
             except RankOutOfMemory as error:
                 log.warning("rank %d ran out of memory; making room for the call and trying it again", error.rank)
                 self._make_room(config, target)
+                # Within the transaction, so that nobody else takes the room that was made.
                 out, record = run(replace(call, memory_scale=call.memory_scale * RETRY_MEMORY_FACTOR))
             except RankError as error:
                 if error.kind != ChangedFileError.__name__:

@@ -23,7 +23,7 @@ from .run_stats import CallRecord, Node, RunResult, RunStats
 log = logging.getLogger("context_parallel")
 
 ERRORS = 10  # errors in the journal
-MEASURE_SHARE = 0.05  # part of the time of runs that an unrequested measurement may take
+MEASURE_SHARE = 0.05  # of the time of runs of a kind: nobody has asked for the measurement, so it must not be noticed
 # Folders of a path, up to its last slash, or backslash behind a drive or a computer's name. Their names may hold spaces.
 _FOLDERS = re.compile(
     r"(?<![\w/.])/(?:[^\s/]+(?: [^\s/]+)*/)+" r"|(?:\b[A-Za-z]:|(?<![\w\\])\\)[\\/](?:[^\s\\/:]+(?: [^\s\\/:]+)*[\\/])+"

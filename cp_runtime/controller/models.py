@@ -29,8 +29,8 @@ from .run_stats import unit_of
 
 log = logging.getLogger("context_parallel")
 
-UNLOAD_TIMEOUT = 15.0
-WARN_BYTES = 10**7  # bytes over a network that people should know of
+UNLOAD_TIMEOUT = 15.0  # seconds; ComfyUI's memory manager waits for it while it loads another model
+WARN_BYTES = 10**7  # weights sent over a network at every load; above this the log warns
 
 
 class Models:
@@ -98,7 +98,7 @@ class Models:
         return target.demand.call <= resident.call_bytes or resident.choice.placement in (OFFLOADED, STAGED)
 
     def choose_placement(self, config: RuntimeConfig, target: ModelState, cancelled: Callable[[], bool]) -> Choice:
-        """Choose a model's placement. Models already on the ranks can make way, and count as free memory."""
+        """Choose a model's placement. Models already on the ranks can be evicted, so their memory counts as free."""
         if config.weights != "auto" or config.pipeline is not None:
             return choose(config, target.demand, None)
         free = [reply.available for reply in self._pool.request(Available(), cancelled=cancelled)]
@@ -157,7 +157,7 @@ class Models:
         request = replace(
             request, stages=stages, formats=formats, travelled=travelled, memory_nbytes=round_up(packer.nbytes, mmap.PAGESIZE)
         )
-        self.resident.pop(target.key, None)
+        self.resident.pop(target.key, None)  # until all ranks have answered, nobody knows what they hold
         name = target.name
         self.begin(name)
         try:

@@ -30,7 +30,7 @@ class Demand(NamedTuple):
         """Return the largest bytes of weights on the device of one rank. `stages`: of a staged model; 0 = one per rank."""
         if placement == WHOLE:
             return self.weights
-        if placement == STAGED:
+        if placement == STAGED:  # a stage ends between two blocks, so it may have up to a block more than its share
             return min(self.weights, self.sizes.rest + self.sizes.blocks // (stages or ranks) + self.sizes.largest)
         return self.sizes.per_rank(ranks, on_host=placement == OFFLOADED)
 
@@ -146,7 +146,7 @@ def _on_each(demand: Demand, placement: str, ranks: int) -> str:
     return f"{demand.weights / GB:.3g} GB of weights as {ranks} × {held:.3g} GB"
 
 
-SHORTAGES_KEPT = 256  # models and kinds of calls
+SHORTAGES_KEPT = 256  # models and kinds of calls: every size of picture is a kind
 
 
 class Shortages:

@@ -110,6 +110,7 @@ class Workers:
         return self.pool.alive and self._pool_key(self.pool.config) == self._pool_key(config)
 
     def _pool_key(self, config: RuntimeConfig) -> tuple[Any, ...]:
+        # What ranks were started with. The last is in their collectives' timeout, which torch fixes when a group is made.
         return config.devices, config.backend, config.shares, max(config.step_timeout, self.pool.load_timeout)
 
     def call(
@@ -201,6 +202,8 @@ class Workers:
         """Return whether a warm call over sharded weights took longer than an estimated one on one device."""
         last, report = self.last_call, record.reports[0]
         waited = report.communication.seconds
+        # What the ranks have computed, one after the other. The first call after a load does not count: it has no block in a buffer
+        # yet, and sends more weights than the following ones.
         alone = (report.seconds - report.outcome.prelude - waited) * record.at_work
         warm = last is not None and last.reports[0].bytes.get("weights") == report.bytes.get("weights")
         return warm and report.seconds - report.outcome.prelude > alone

@@ -18,8 +18,8 @@ from .times import Times, digest, least
 
 SHORT_CALL = 1.0  # seconds; a try of a longer call on one device costs more than it may gain, and Measure shows it on request
 HOPELESS_RATIO = 2.0  # times the best: a first run slower than this is not repeated
-WARM_UP = 2.0  # seconds of it, on all ranks, that may be for connections
-KINDS = 192  # kinds of calls to remember, each for some ranks
+WARM_UP = 2.0  # seconds of a first run on all ranks that it may have spent on connecting
+KINDS = 192  # entries: a kind of call has up to three, one for each candidate
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,11 @@ class Chooser:
         able = [count for count in reversed(self.candidates(ranks)) if count == ranks.most or can(count)]
         measured = self._measured(kind, ranks, able)
         shortest = min((seconds for seconds, _ in measured.values()), default=inf)
+        # Largest first: all ranks, those of this computer, one.
         for count in able:
             if count not in measured and (count in (ranks.most, self._own) or shortest < SHORT_CALL):
                 return count
+        # A first run warms up, so nobody is judged by it who may still win.
         for count, (seconds, samples) in measured.items():
             cold = WARM_UP if count == ranks.most else 0.0
             if samples == 1 and seconds < HOPELESS_RATIO * shortest + cold:
