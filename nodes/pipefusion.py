@@ -13,7 +13,7 @@ from ..cp_runtime.errors import bad_value
 from ..cp_runtime.pool.config import RuntimeConfig
 from .config import ALIASES, CATEGORY, CPConfigType
 
-MAX_PATCHES, MAX_WARMUP = 64, 1000
+MAX_PATCHES, MAX_WARMUP = 64, 1000  # limits of the widgets: more is a typing error
 
 
 class CPPipeFusion(io.ComfyNode):

@@ -97,6 +97,7 @@ class Code:
 def code_of(classes: Iterable[type] = (), roots: Mapping[str, Any] = NOTHING) -> Code:
     """Return the code of classes, and of further classes and functions by name, and of all that they use."""
     roots = {**{full_name(cls): cls for cls in classes}, **roots}
+    # What the found code assigns is passed over; then other code is found, until nothing more is assigned.
     walk = _Walk(roots, frozenset())
     while not (passed_over := walk.assigned()) <= walk.passed_over:
         walk = _Walk(roots, walk.passed_over | passed_over)

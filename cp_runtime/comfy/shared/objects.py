@@ -212,7 +212,7 @@ def _as_before(module: nn.Module, originals: Mapping[str, Any]) -> dict[str, Any
 
 
 def is_ours(value: Any) -> bool:
-    """Return whether a value stands in a model because this pack has put it there: see `ui.interception`."""
+    """Return whether this pack has put a value into a model: see `ui.interception`."""
     return bool(getattr(type(value), "sends_to_workers", False))
 
 
@@ -387,6 +387,7 @@ def _making(cls: Any) -> tuple[Making, Code]:
         make: Making = build_class, (outer, inner, cls.__bases__)
     else:
         make = make_class, _arguments(cls)
+    # Made here as a rank will make it: a class that was changed since would come out otherwise.
     shown = full_name(cls).replace(":", ".")
     try:
         remade = make[0](*make[1])
