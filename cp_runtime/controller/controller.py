@@ -86,7 +86,7 @@ class Controller:
             CallCancelled: `cancelled` returned True.
         """
         self.journal.node = node
-        with self._exclusive(cancelled), self._noted():
+        with self._exclusive(cancelled), self._recorded():
             self._loaded(config, target, cancelled)
 
     def call(
@@ -108,7 +108,7 @@ class Controller:
             workers.models.attach_networks(call, cancelled)
             return workers.call(config, target, call, node, self.journal.run, cancelled)
 
-        with self._exclusive(cancelled), self._noted():
+        with self._exclusive(cancelled), self._recorded():
             try:
                 out, record = run(call)
             except RankOutOfMemory as error:
@@ -330,7 +330,7 @@ class Controller:
                 self.journal.node = None  # no node waits for them
                 self._shortages.forget()
                 forget_fallbacks()
-                with self._noted():
+                with self._recorded():
                     self._start(workers.pool.config)
                 self.journal.last_error = None
         finally:
@@ -349,7 +349,7 @@ class Controller:
             self._lock.release()
 
     @contextmanager
-    def _noted(self) -> Iterator[None]:
+    def _recorded(self) -> Iterator[None]:
         try:
             yield
             if self.workers is not None and self.workers.pool.alive:  # a comparison may have ended it

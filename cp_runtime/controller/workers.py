@@ -60,7 +60,7 @@ class Workers:
         self.comparing = False
         self._times = times
         self._shortages = shortages
-        self._left: set[str] = set()  # kinds of uncompiled blocks; the log has named them
+        self._logged_uncompiled: set[str] = set()  # kinds of uncompiled blocks; the log has named them
         self.pace = Pace()
 
     def start(self, cancelled: Callable[[], bool] | None) -> None:
@@ -252,8 +252,8 @@ class Workers:
     def _warn_of_left(self, reports: Sequence[CallReport]) -> None:
         """Log once which blocks run uncompiled although the graph asks for compiled ones."""
         for block, why in (each for report in reports for each in report.outcome.compiled.left.items()):
-            if block not in self._left:
-                self._left.add(block)
+            if block not in self._logged_uncompiled:
+                self._logged_uncompiled.add(block)
                 log.warning("Torch Compile: blocks of kind %s run as they are: %s", block, why)
 
 

@@ -74,8 +74,8 @@ class CallState:
         self.copies: list[Copied] | None = None
         self._splits: dict[str, Split] = {}
         self._layouts: dict[tuple[str, ...], JointLayout] = {}
-        self._around: list[tuple[Any, ...]] = []
-        self._left: dict[str, tuple[int, int]] = {}  # tokens in modules with separate streams, as in `tokens`
+        self._outer: list[tuple[Any, ...]] = []
+        self._finished_tokens: dict[str, tuple[int, int]] = {}  # tokens in modules with separate streams, as in `tokens`
         # Side inputs are the same tensor for every block. Keeping the source prevents its id from being reused.
         self._memo: Recent[tuple[object, ...], tuple[Any, Any]] = Recent(REMEMBERED)
 
@@ -113,23 +113,23 @@ class CallState:
 
     def begin(self) -> None:
         """Enter a module with separate streams."""
-        self._around.append((self.lengths, self.grids, self._splits, self._layouts))
+        self._outer.append((self.lengths, self.grids, self._splits, self._layouts))
         self.lengths, self.grids, self._splits, self._layouts = {}, {}, {}, {}
 
     def end(self) -> None:
         """Leave such a module."""
-        self._left = self.tokens()
-        self.lengths, self.grids, self._splits, self._layouts = self._around.pop()
+        self._finished_tokens = self.tokens()
+        self.lengths, self.grids, self._splits, self._layouts = self._outer.pop()
 
     def restart(self) -> None:
         """Forget all streams: the model starts over, with other tokens under the same names."""
-        self._left = self.tokens()
+        self._finished_tokens = self.tokens()
         self.lengths, self.grids, self._splits, self._layouts = {}, {}, {}, {}
 
     def tokens(self) -> dict[str, tuple[int, int]]:
         """Return each stream's token count on all ranks and on this one. Every run of a module with separate streams adds to it,
         and every restart."""
-        found = dict(self._left)
+        found = dict(self._finished_tokens)
         for name, length in self.lengths.items():
             total, held = found.get(name, (0, 0))
             found[name] = total + length, held + self.layout((name,)).local_lengths[self.rank]
@@ -155,5 +155,5 @@ class CallState:
         self.masked.clear()
         self.padding.clear()
         self._memo.clear()
-        self._around.clear()
+        self._outer.clear()
         self._gather = None

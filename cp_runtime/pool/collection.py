@@ -65,8 +65,8 @@ class Collection:
         self._compile_left = self.compile_timeout
         self._failing = self._cancelled = self._aborted = False
         self._died: dict[int, float] = {}
-        self._places: dict[int, int] = {}  # by rank, the last one that it passes
-        self._told = False  # where to leave
+        self._last_passed: dict[int, int] = {}  # place by rank
+        self._leave_sent = False
 
     @property
     def missing(self) -> list[int]:
@@ -77,7 +77,7 @@ class Collection:
 
     def arrived(self, rank: int, place: int) -> None:
         """Note the last place that a rank passes."""
-        self._places[rank] = place
+        self._last_passed[rank] = place
 
     def died(self, rank: int, now: float) -> None:
         """Note that a rank has ended. The pool is incomplete then, whatever the rank has reported: that is a failure."""
@@ -126,9 +126,9 @@ class Collection:
         if quiet and now >= self._deadline:
             return self._finish()
         # Ranks that have reported are past all places: a part of the batch that another group of ranks still computes.
-        if self._cancelled and not self._told and all(rank in self._places for rank in self.missing):
-            self._told = True
-            return SendLeave(until=self._deadline, place=max(self._places[rank] for rank in self.missing) + 1)
+        if self._cancelled and not self._leave_sent and all(rank in self._last_passed for rank in self.missing):
+            self._leave_sent = True
+            return SendLeave(until=self._deadline, place=max(self._last_passed[rank] for rank in self.missing) + 1)
         return Wait(until=self._deadline)
 
     def _finish(self, *, aborted: bool = False) -> Outcome:

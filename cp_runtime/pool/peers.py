@@ -70,13 +70,13 @@ class BackendFallback:
     """
 
     def __init__(self, config: RuntimeConfig) -> None:
-        self._ranks, self._left, self.reason = config.world_size, connections(config), ""
+        self._ranks, self._remaining, self.reason = config.world_size, connections(config), ""
         self.may_compare, self.comparing = config.backend == "auto", False
 
     @property
     def current(self) -> Connection:
         """The way to take."""
-        return self._left[0]
+        return self._remaining[0]
 
     def next(self, why: str) -> bool:
         """Drop the current way, which failed, and go on to the next; False where there is none."""
@@ -84,24 +84,24 @@ class BackendFallback:
             self.comparing = self.may_compare = False
             log.warning("ranks did not exchange through shared memory (%s); they go on over %s", why, self.current)
             return True
-        if len(self._left) == 1:
+        if len(self._remaining) == 1:
             return False
-        self.reason = f"ranks did not connect over {self._left.pop(0)} ({why})"
+        self.reason = f"ranks did not connect over {self._remaining.pop(0)} ({why})"
         log.warning("%s; trying %s. %s", self.reason, self.current, shm_advice(self._ranks))
         return True
 
 
-_of_machines: dict[tuple[Any, ...], BackendFallback] = {}
+_fallbacks: dict[tuple[Any, ...], BackendFallback] = {}
 
 
 def fallback_of(config: RuntimeConfig) -> BackendFallback:
     """Return the ways to connect ranks on these devices. What has failed once in this process is not tried again."""
-    return _of_machines.setdefault((config.devices, *connections(config)), BackendFallback(config))
+    return _fallbacks.setdefault((config.devices, *connections(config)), BackendFallback(config))
 
 
 def forget_fallbacks() -> None:
     """Try everything again: the user starts again, perhaps after a repair."""
-    _of_machines.clear()
+    _fallbacks.clear()
 
 
 def without_peer_access(devices: Sequence[str]) -> list[str]:

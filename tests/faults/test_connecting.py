@@ -29,7 +29,7 @@ def machine(monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
-    monkeypatch.setattr(peers, "_of_machines", {})
+    monkeypatch.setattr(peers, "_fallbacks", {})
     return lambda link: monkeypatch.setenv(stand_in.LINK, link)
 
 

@@ -77,7 +77,7 @@ def rotate(
     B, K, _, D = own[0].shape
     merged = PartialAttention(convert_to_fp32)
     # Closed also where an attention fails: its senders get back the memory of what it has not read.
-    with contextlib.closing(_around(group, own, [2 * B * K * D * length for length in lengths])) as chunks:
+    with contextlib.closing(_rotated_chunks(group, own, [2 * B * K * D * length for length in lengths])) as chunks:
         for step, packed in enumerate(chunks):
             chunk = (group.rank - step) % group.size
             if step or not coded:  # packed, the tokens of each head lie side by side, which CPU kernels read faster
@@ -88,7 +88,7 @@ def rotate(
     return q_BHLD if merged.out is None else merged.out.to(q_BHLD.dtype)
 
 
-def _around(group: RankGroup, own: Sequence[Tensor], elements: Sequence[int]) -> Generator[Tensor]:
+def _rotated_chunks(group: RankGroup, own: Sequence[Tensor], elements: Sequence[int]) -> Generator[Tensor]:
     """Return the packed chunks of all ranks, flat: this rank's, then that of the previous one, and so on. Each is there until the
     next one is asked for. `elements`: of every chunk."""
     R, rank, first = group.size, group.rank, own[0]

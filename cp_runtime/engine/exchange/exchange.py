@@ -345,20 +345,20 @@ class Exchange:
             raise dist.DistBackendError(f"Timed out waiting {self._timeout:g} s for rank {rank} of the group") from None
 
 
-_of_groups: WeakKeyDictionary[dist.ProcessGroup, Exchange | None] = WeakKeyDictionary()
+_exchanges: WeakKeyDictionary[dist.ProcessGroup, Exchange | None] = WeakKeyDictionary()
 
 
 def exchange_of(group: dist.ProcessGroup) -> Exchange | None:
     """Return the exchange of a group over gloo; make it if it does not exist, together with all ranks of the group. None: ranks are
     on several computers, or cannot map each other's memory."""
-    if group not in _of_groups:
-        _of_groups[group] = connect(group)
-    return _of_groups[group]
+    if group not in _exchanges:
+        _exchanges[group] = connect(group)
+    return _exchanges[group]
 
 
 def trim() -> None:
     """Give memory of all exchanges back that no message is in."""
-    for exchange in _of_groups.values():
+    for exchange in _exchanges.values():
         if exchange is not None:
             exchange.trim()
 

@@ -78,7 +78,7 @@ class Groups:
 
 
 # By world: the groups of one that was destroyed must not outlive it.
-_of_worlds: WeakKeyDictionary[dist.ProcessGroup, dict[Any, Groups]] = WeakKeyDictionary()
+_groups_by_world: WeakKeyDictionary[dist.ProcessGroup, dict[Any, Groups]] = WeakKeyDictionary()
 
 
 def groups_of_world(like: dist.ProcessGroup | None, timeout: timedelta | None = None) -> Groups:
@@ -87,7 +87,7 @@ def groups_of_world(like: dist.ProcessGroup | None, timeout: timedelta | None = 
     if like is None or world is None:
         return Groups(None)
     timeout = timeout or timeout_of(like)
-    return _of_worlds.setdefault(world, {}).setdefault((dist.get_backend(like), timeout), Groups(like, timeout))
+    return _groups_by_world.setdefault(world, {}).setdefault((dist.get_backend(like), timeout), Groups(like, timeout))
 
 
 class SequenceMesh:

@@ -137,7 +137,7 @@ class SplitRows(TorchFunctionMode):
         inside = list(paddings)
         inside[dim] = 0
         out = run(input, paddings) if first < last else None  # with so few rows, all of the result depends on others
-        around = self._around(input, own, window, neighbours, edges)
+        around = self._rows_to_read(input, own, window, neighbours, edges)
         if out is None:
             return run(_rows(around, dim, *window.reads(0, window.out)), inside)
         for begin, end in ((0, first), (last, window.out)):
@@ -145,7 +145,7 @@ class SplitRows(TorchFunctionMode):
                 out.narrow(dim, begin, end - begin).copy_(run(_rows(around, dim, *window.reads(begin, end)), inside))
         return out
 
-    def _around(
+    def _rows_to_read(
         self, x: Tensor, own: Tensor, window: Window, neighbours: Neighbours, edges: tuple[bool, bool]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the rows that the convolution reads: above, this rank's, below. `edges`: which are the picture's."""
