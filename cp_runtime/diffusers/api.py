@@ -127,6 +127,7 @@ def apply_context_parallel(
     made: list[Applied] = []
 
     def install(ask: Callable[[], None]) -> ShardedCalls | None:
+        # Refusals are in here, for `in_step`: a rank that refuses alone would leave the others in the next collective.
         check()
         ask()
         check_settings(settings, mesh.whole)

@@ -56,6 +56,7 @@ class SharedAttention(TorchFunctionMode):
         if torch.compiler.is_compiling():
             return TRACED_AS.get(func, func)(*args, **kwargs)
         out = func(*args, **kwargs)
+        # A step cache decides by such a number whether blocks run: ranks that decided differently would wait for each other.
         if func in MEANS and out.ndim == 0 and out.is_floating_point() and self._everyone.size > 1:
             return self._mean(args[0] if args else kwargs["input"]).to(out.dtype)
         return out

@@ -233,7 +233,7 @@ class _Writer(Pickler):
             return None
         if id(value) not in self._numbers:
             if value.nbytes <= INLINE:
-                return None
+                return None  # `_tensor` writes its numbers; those of weights always have a number here
             self._number(value, value)
         return self._numbers[id(value)]
 

@@ -131,7 +131,7 @@ class Stages:
         lent: Callable[[Block], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> None:
         self._blocks, self._owners, self._group, self._lent = blocks, owners, group, lent
-        self.stage = group.size - 1 - group.rank
+        self.stage = group.size - 1 - group.rank  # rank 0 ends with the result, where the controller takes it
         self.place = -1
         self._forms: dict[object, Form] = {}
         self._at: Callable[..., Any] | None = None

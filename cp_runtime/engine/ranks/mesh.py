@@ -65,7 +65,9 @@ class Groups:
             raise PlanError(
                 f"process groups of the ranks {[ranks for _, ranks in missing]} were not made while all ranks were there"
             )
-        if missing:  # an NCCL group takes device memory for good, so the same ranks share one for every purpose
+        # By all ranks of the world, members or not. An NCCL group takes device memory for good, so for one use the same ranks share
+        # one.
+        if missing:
             made, own = make_groups([ranks for _, ranks in missing], self._backend, self._timeout), dist.get_rank()
             self._made |= {key: made if own in key[1] else None for key in missing}
         return next((group for key in keys if (group := self._made[key]) is not None), None)
