@@ -54,7 +54,7 @@ class CacheFile:
 
     def _read(self) -> dict[str, Any]:
         try:
-            with open(os.open(self._file, system.READ_AT_ONCE), "rb") as file:
+            with open(os.open(self._file, system.OPEN_NONBLOCKING), "rb") as file:
                 found = os.fstat(file.fileno())
                 if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_BYTES:
                     return {}

@@ -13,7 +13,7 @@ from ..cp_runtime.errors import bad_value
 from ..cp_runtime.pool.config import RuntimeConfig
 from .config import ALIASES, CATEGORY, CPConfigType
 
-MOST_PATCHES, MOST_WARMUP = 64, 1000
+MAX_PATCHES, MAX_WARMUP = 64, 1000  # limits of the widgets: more is a typing error
 
 
 class CPPipeFusion(io.ComfyNode):
@@ -43,7 +43,7 @@ class CPPipeFusion(io.ComfyNode):
                     "patches",
                     default=8,
                     min=1,
-                    max=MOST_PATCHES,
+                    max=MAX_PATCHES,
                     tooltip="Parts of the tokens. 1 = exact, but no faster than one device unless CFG halves or batch items follow "
                     "each other. More keep the devices busier: with 2 stages, 8 patches gain up to 1.78 ×.",
                 ),
@@ -51,7 +51,7 @@ class CPPipeFusion(io.ComfyNode):
                     "warmup_calls",
                     default=1,
                     min=1,
-                    max=MOST_WARMUP,
+                    max=MAX_WARMUP,
                     tooltip="Exact calls at the beginning of a run, which are slower. More make the result more exact.",
                 ),
                 CPConfigType.Input("cp_config", optional=True, tooltip="From CP Config. Without it: all devices."),

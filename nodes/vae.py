@@ -11,7 +11,7 @@ from ..cp_runtime.comfy.ui.vae import AUTO, MODES, run_vae
 from ..cp_runtime.pool.config import RuntimeConfig
 from .config import ALIASES, CATEGORY, CPConfigType
 
-MAX_TILE = 4096
+MAX_TILE = 4096  # as in ComfyUI's tiled nodes
 
 
 def _inputs(first: Any, doing: str, least_step: int) -> list[Any]:

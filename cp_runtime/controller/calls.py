@@ -57,7 +57,7 @@ class ModelState(Protocol):
 
     @property
     def kind(self) -> str:
-        """What models have in common that were loaded alike."""
+        """Key that models share if they were loaded alike."""
 
     @property
     def blocks(self) -> Sequence[SharedBlock]:
@@ -65,11 +65,11 @@ class ModelState(Protocol):
 
     @property
     def regions(self) -> Sequence[Region]:
-        """Where they are in it."""
+        """The regions of its weights in these blocks."""
 
     @property
     def copies(self) -> Callable[[], tuple[Copy, ...]]:
-        """Looks which of them are in files of models as well."""
+        """Finds the regions that are in model files, too."""
 
     def request(self, placement: str, device_bytes: int) -> tuple[Load, TensorPacker]:
         """Return the load request and the tensors of its weight patches. `device_bytes`: of weights on each rank's device."""
@@ -109,13 +109,13 @@ class Unlisted(Protocol):
 
     @property
     def on_all_tokens(self) -> tuple[str, ...]:
-        """The nodes that have made those which every rank runs on all tokens."""
+        """Nodes whose patches every rank runs on all tokens."""
 
     def check_devices(self, names: Sequence[str]) -> None:
         """Raise UnsupportedError if ranks on these devices may disagree about what the patches make of the same tokens."""
 
     def check(self, difference: float | None, outcomes: Sequence[CallOutcome], keeper: Keeper) -> None:
-        """Note here what they have noted on the ranks. Raise UnsupportedError if a call with them is not to be trusted.
+        """Note here what they have noted on the ranks. Raise UnsupportedError if a call with them cannot be trusted.
 
         Args:
             difference: of its result from that on one device, in standard deviations; None = it was not compared.
@@ -151,7 +151,8 @@ class ModelCall:
 
 
 SLOW_CALL = 0.5  # seconds; a call that may be slower can be cancelled between blocks
-CHECK_INTERVAL = 0.125  # seconds between two polls for Cancel on the ranks; they leave at the second one
+# Seconds between two cancel points of a call. Each makes the host wait for its device, which then has nothing queued.
+CHECK_INTERVAL = 0.125
 KINDS = 64
 
 
@@ -171,7 +172,8 @@ class Pace:
 
     def modules_per_check(self, kind: Hashable, ranks: int) -> int:
         """Return the number of planned modules that `ranks` ranks may pass between two polls for Cancel; 0 = they need not poll."""
-        if kind not in self._last:
+        if kind not in self._last:  # it may be slow: every module is a cancel point
             return 1
+        # `work` is seconds on one rank: a call on fewer ranks takes longer, and so do its modules.
         work, modules = self._last[kind]
         return max(1, int(modules * CHECK_INTERVAL * ranks / work)) if work > SLOW_CALL * ranks else 0

@@ -33,7 +33,7 @@ log = logging.getLogger("context_parallel")
 
 RESTART_TIMEOUT = 15.0  # seconds for a prompt to end after its workers are killed
 CLOSE_TIMEOUT = 3.0  # the same, at exit
-MORE_ROOM = 2.0  # factor on the expected memory of a call, after a rank had too little
+RETRY_MEMORY_FACTOR = 2.0  # on the expected memory of a call that ran out of it; after a second time the prompt fails
 POLL = 0.1  # seconds between two polls for Cancel while another thread holds the lock
 
 
@@ -74,6 +74,7 @@ class Controller:
         self.times = Times()
         self.journal = Journal(self.times)
         self.preferences = KeptPreferences()
+        # Reentrant: making room inside a call unloads models of this process, and `unload` comes back here.
         self._lock = threading.RLock()
         self._shortages = Shortages()
         self._owners: dict[str, WeakSet[Any]] = {}  # models of this process, by key
@@ -103,7 +104,7 @@ class Controller:
             CallCancelled: `cancelled` returned True.
         """
         self.journal.node = node
-        with self._exclusive(cancelled), self._noted():
+        with self._exclusive(cancelled), self._recorded():
             self._loaded(config, target, cancelled)
 
     def call(
@@ -125,13 +126,14 @@ class Controller:
             workers.models.attach_networks(call, cancelled)
             return workers.call(config, target, call, node, self.journal.run, cancelled)
 
-        with self._exclusive(cancelled), self._noted():
+        with self._exclusive(cancelled), self._recorded():
             try:
                 out, record = run(call)
             except RankOutOfMemory as error:
                 log.warning("rank %d ran out of memory; making room for the call and trying it again", error.rank)
                 self._make_room(config, target)
-                out, record = run(replace(call, memory_scale=call.memory_scale * MORE_ROOM))
+                # Within the transaction, so that nobody else takes the room that was made.
+                out, record = run(replace(call, memory_scale=call.memory_scale * RETRY_MEMORY_FACTOR))
             except RankError as error:
                 if error.kind != ChangedFileError.__name__:
                     raise
@@ -354,7 +356,7 @@ class Controller:
                 self.journal.node = None  # no node waits for them
                 self._shortages.forget()
                 forget_fallbacks()
-                with self._noted():
+                with self._recorded():
                     self._start(workers.pool.config)
                 self.journal.last_error = None
         finally:
@@ -373,7 +375,7 @@ class Controller:
             self._lock.release()
 
     @contextmanager
-    def _noted(self) -> Iterator[None]:
+    def _recorded(self) -> Iterator[None]:
         try:
             yield
             if self.workers is not None and self.workers.pool.alive:  # a comparison may have ended it

@@ -23,7 +23,7 @@ from .run_stats import CallRecord, Node, RunResult, RunStats
 log = logging.getLogger("context_parallel")
 
 ERRORS = 10  # errors in the journal
-SMALL = 0.05  # part of the time of runs that an unrequested measurement may take
+MEASURE_SHARE = 0.05  # of the time of runs of a kind: nobody has asked for the measurement, so it must not be noticed
 # Folders of a path, up to its last slash, or backslash behind a drive or a computer's name. Their names may hold spaces.
 _FOLDERS = re.compile(
     r"(?<![\w/.])/(?:[^\s/]+(?: [^\s/]+)*/)+" r"|(?:\b[A-Za-z]:|(?<![\w\\])\\)[\\/](?:[^\s\\/:]+(?: [^\s\\/:]+)*[\\/])+"
@@ -144,7 +144,7 @@ class Journal:
         run, result = self.run, self.result
         if result is None or result.alone or result.obstacle or run.kind is None:
             return False
-        return record.seconds * record.at_work <= SMALL * (self._taken.get(run.kind, 0.0) + run.taken)
+        return record.seconds * record.at_work <= MEASURE_SHARE * (self._taken.get(run.kind, 0.0) + run.taken)
 
     @property
     def result(self) -> RunResult | None:

@@ -29,8 +29,8 @@ from .run_stats import unit_of
 
 log = logging.getLogger("context_parallel")
 
-UNLOAD_TIMEOUT = 15.0
-MUCH = 10**7  # bytes over a network that people should know of
+UNLOAD_TIMEOUT = 15.0  # seconds; ComfyUI's memory manager waits for it while it loads another model
+WARN_BYTES = 10**7  # weights sent over a network at every load; above this the log warns
 
 
 class Models:
@@ -98,11 +98,11 @@ class Models:
         return target.demand.call <= resident.call_bytes or resident.choice.placement in (OFFLOADED, STAGED)
 
     def choose_placement(self, config: RuntimeConfig, target: ModelState, cancelled: Callable[[], bool]) -> Choice:
-        """Choose a model's placement. Models already on the ranks can make way, and count as free memory."""
+        """Choose a model's placement. Models already on the ranks can be evicted, so their memory counts as free."""
         if config.weights != "auto" or config.pipeline is not None:
             return choose(config, target.demand, None)
         free = [reply.available for reply in self._pool.request(Available(), cancelled=cancelled)]
-        room = config.memory_per_rank * GB or self.for_every_rank(free)
+        room = config.memory_per_rank * GB or self.common_room(free)
         # Ranks that share a device are for tests; stages, of a transformer: a VAE's rows are of all ranks.
         apart = config.chooses_ranks and target.demand.stages and not config.memory_per_rank and room is not None
         by_rank = [each for each in free if each is not None] if apart and len(set(config.devices)) == len(free) else ()
@@ -124,7 +124,7 @@ class Models:
         if resident is not None:
             self._shortages.note(self._pool.config.devices, target.kind, resident.choice.placement)
 
-    def for_every_rank(self, free: list[int | None]) -> int | None:
+    def common_room(self, free: list[int | None]) -> int | None:
         """Return the bytes available on every rank, from each rank's free device memory; None where ranks are CPUs."""
         known = [each for each in free if each is not None]
         devices = self._pool.config.devices
@@ -157,7 +157,7 @@ class Models:
         request = replace(
             request, stages=stages, formats=formats, travelled=travelled, memory_nbytes=round_up(packer.nbytes, mmap.PAGESIZE)
         )
-        self.resident.pop(target.key, None)
+        self.resident.pop(target.key, None)  # until all ranks have answered, nobody knows what they hold
         name = target.name
         self.begin(name)
         try:
@@ -198,7 +198,7 @@ class Models:
         sent = tuple(region for region in target.regions if region not in located)
         nbytes, total = (sum(nbytes for _, _, nbytes in regions) for regions in (sent, target.regions))
         log.log(
-            logging.WARNING if nbytes > MUCH else logging.INFO,
+            logging.WARNING if nbytes > WARN_BYTES else logging.INFO,
             "%s: %.2g of %.2g GB of weights go over the network to %s, and the rest is in files there",
             target.name, nbytes / 1e9, total / 1e9, ", ".join(self._pool.hosts),
         )  # fmt: skip

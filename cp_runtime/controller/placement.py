@@ -30,7 +30,7 @@ class Demand(NamedTuple):
         """Return the largest bytes of weights on the device of one rank. `stages`: of a staged model; 0 = one per rank."""
         if placement == WHOLE:
             return self.weights
-        if placement == STAGED:
+        if placement == STAGED:  # a stage ends between two blocks, so it may have up to a block more than its share
             return min(self.weights, self.sizes.rest + self.sizes.blocks // (stages or ranks) + self.sizes.largest)
         return self.sizes.per_rank(ranks, on_host=placement == OFFLOADED)
 
@@ -111,7 +111,7 @@ def choose(
         return Choice(WHOLE, f"whole: {demand.weights / GB:.3g} GB of weights, which CPU ranks share")
     if slow_link and demand.on_device(WHOLE, ranks) > room >= demand.per_rank(STAGED, ranks):
         return Choice(STAGED, f"staged: {_on_each(demand, STAGED, ranks)}, as the link is too slow to share them out")
-    most = leading(demand, free) if at_least == WHOLE and demand.per_rank(SHARDED, ranks) > room else 0
+    most = ranks_with_room(demand, free) if at_least == WHOLE and demand.per_rank(SHARDED, ranks) > room else 0
     if most:  # weights from the host's memory, in every block, cost more than a small device adds
         small = ", ".join(f"{each / GB:.3g} GB" for each in free[most:])
         first = f"{demand.weights / GB:.3g} GB of weights on the first {most} of {ranks} devices"
@@ -127,7 +127,7 @@ def choose(
     return Choice(least, f"{least}: {_on_each(demand, least, ranks)}, more than the {limit}")
 
 
-def leading(demand: Demand, free: Sequence[int]) -> int:
+def ranks_with_room(demand: Demand, free: Sequence[int]) -> int:
     """Return the largest number of first ranks, less than all, whose devices have room for the whole model. `free`: bytes."""
     return next((count for count in range(len(free) - 1, 0, -1) if min(free[:count]) >= demand.per_rank(WHOLE, count)), 0)
 
@@ -146,14 +146,14 @@ def _on_each(demand: Demand, placement: str, ranks: int) -> str:
     return f"{demand.weights / GB:.3g} GB of weights as {ranks} × {held:.3g} GB"
 
 
-LIMIT = 256  # models and kinds of calls
+SHORTAGES_KEPT = 256  # models and kinds of calls: every size of picture is a kind
 
 
 class Shortages:
     """Placements of models, and splits of calls, that take more memory than the devices have. The oldest of many are forgotten."""
 
     def __init__(self) -> None:
-        self._tried: Recent[tuple[tuple[str, ...], str], frozenset[Any]] = Recent(LIMIT)
+        self._tried: Recent[tuple[tuple[str, ...], str], frozenset[Any]] = Recent(SHORTAGES_KEPT)
 
     def note(self, devices: tuple[str, ...], name: str, tried: Any) -> None:
         """Record that a rank ran out of memory, with a model by its key or a kind of call. `devices`: of all ranks; `tried`:

@@ -12,8 +12,9 @@ from ..pool.messages import CallReport
 from ..timing.times import kind_of
 from ..words import ENGLISH, words_in
 
-BY_HEAD = 1.25
-"""Factor by which processes may be faster than their number: what they exchange, they lay out as CPU kernels read it fastest."""
+LAYOUT_GAIN = 1.25
+"""Factor by which CPU ranks may exceed a linear speed-up: they store what they receive head by head, for which torch's kernel is
+1.1 to 1.5 times as fast (docs/performance.md)."""
 NOT_MEASURED = "not_measured"
 
 
@@ -87,7 +88,7 @@ class RunResult:
     @property
     def possible(self) -> Sequence[float]:
         """The plausible measurements on one device: the displayed speed-up is within the limit."""
-        most = (self.limit or self.ranks) * (BY_HEAD if self.unit == "process" else 1)
+        most = (self.limit or self.ranks) * (LAYOUT_GAIN if self.unit == "process" else 1)
         return [each for each in self.alone if not self.per_call or round(each / self.per_call, 1) <= round(most, 1)]
 
     @property
@@ -164,6 +165,7 @@ class RunResult:
 
 def _seconds(seconds: float, times: float) -> dict[str, str]:
     """Return the seconds of a run and those on one device, with as many digits as their quotient needs to be the speedup."""
+    # Rounded apart, both could give another quotient than the speed-up beside them.
     for digits in range(7):
         own, alone = f"{seconds:.{digits}f}", f"{seconds * times:.{digits}f}"
         if float(own) and f"{float(alone) / float(own):.1f}" == f"{times:.1f}":

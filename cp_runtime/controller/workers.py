@@ -61,7 +61,7 @@ class Workers:
         self.comparing = False
         self._times = times
         self._shortages = shortages
-        self._left: set[str] = set()  # kinds of uncompiled blocks; the log has named them
+        self._logged_uncompiled: set[str] = set()  # kinds of uncompiled blocks; the log has named them
         self.pace = Pace()
         self.dropped: list[int] = []
 
@@ -106,12 +106,13 @@ class Workers:
         """Bytes that a call can take on the device of every rank, after the last call; None before it and where ranks are CPUs."""
         last = self.last_call
         reports = [] if last is None else last.reports[: last.most or None]
-        return self.models.for_every_rank([report.outcome.room for report in reports]) if reports else None
+        return self.models.common_room([report.outcome.room for report in reports]) if reports else None
 
     def serves(self, config: RuntimeConfig) -> bool:
         return self.pool.alive and self._pool_key(self.pool.config) == self._pool_key(config)
 
     def _pool_key(self, config: RuntimeConfig) -> tuple[Any, ...]:
+        # What ranks were started with. The last is in their collectives' timeout, which torch fixes when a group is made.
         return config.devices, config.backend, config.shares, max(config.step_timeout, self.pool.load_timeout)
 
     def call(
@@ -144,7 +145,7 @@ class Workers:
         ranks, kind, chooser = self._ranks(config, target.key), run.now or call.kind(target.kind), self._chooser
         failed, expected = self._shortages.of(config.devices, kind), target.demand.call
         count, choice = ranks.most, None
-        with _harmless():
+        with _log_errors():
             if config.chooses_ranks and call.unlisted is None:  # such patches may note something for the next call
                 count = chooser.choose(kind, ranks, lambda n: n not in failed and self._fits(ranks.largest_part(n) * expected))
         try:
@@ -153,7 +154,7 @@ class Workers:
             if count < ranks.size:
                 self._shortages.note(config.devices, kind, count)
             raise
-        with _harmless():
+        with _log_errors():
             run.one_rank = chooser.who(ranks, 1)
             run.note(limit=sum(ranks.shares[:count]) / ranks.shares[0] if ranks.shares else 0.0)
             self._add(kind, chooser.who(ranks, count), record, run)
@@ -203,6 +204,8 @@ class Workers:
         """Return whether a warm call over sharded weights took longer than an estimated one on one device."""
         last, report = self.last_call, record.reports[0]
         waited = report.communication.seconds
+        # What the ranks have computed, one after the other. The first call after a load does not count: it has no block in a buffer
+        # yet, and sends more weights than the following ones.
         alone = (report.seconds - report.outcome.prelude - waited) * record.at_work
         warm = last is not None and last.reports[0].bytes.get("weights") == report.bytes.get("weights")
         return warm and report.seconds - report.outcome.prelude > alone
@@ -262,13 +265,13 @@ class Workers:
     def _warn_of_left(self, reports: Sequence[CallReport]) -> None:
         """Log once which blocks run uncompiled although the graph asks for compiled ones."""
         for block, why in (each for report in reports for each in report.outcome.compiled.left.items()):
-            if block not in self._left:
-                self._left.add(block)
+            if block not in self._logged_uncompiled:
+                self._logged_uncompiled.add(block)
                 log.warning("Torch Compile: blocks of kind %s run as they are: %s", block, why)
 
 
 @contextlib.contextmanager
-def _harmless() -> Iterator[None]:
+def _log_errors() -> Iterator[None]:
     """Log errors in a measurement: it may not end a prompt."""
     try:
         yield

@@ -100,17 +100,19 @@ def _sum_of(tensor: Tensor) -> int:
     # An expanded single number, such as a pipeline's timestep, counts as contiguous, but has stride 0 and cannot be viewed.
     data = data.detach().contiguous().as_strided((data.numel(),), (1,)).view(torch.uint8)
     words = data.view(torch.int32) if data.numel() % 4 == 0 else data
+    # Knuth's multiplicative hash of each place, modulo the largest prime below 2^32: a sum alone is the same for swapped numbers.
     places = torch.arange(1, words.numel() + 1, device=words.device)
     return int((words * (places * 2654435761 % 4294967291)).sum())
 
 
-def agree(told: Any, group: RankGroup) -> list[Any]:
+def agree(value: Any, group: RankGroup) -> list[Any]:
     """All-gather a value as JSON; raise it on all ranks if it is an error. One collective of 4 KB."""
-    own = told if isinstance(told, Exception) else None
+    own = value if isinstance(value, Exception) else None
     if own is not None:
         kind = "" if isinstance(own, PlanError) else f"{type(own).__name__}: "
-        told = {ERROR: f"{kind}{own}"[:MESSAGE]}
-    text = json.dumps(told).encode().ljust(8 * MESSAGE)  # at most 6 bytes per character
+        value = {ERROR: f"{kind}{own}"[:MESSAGE]}
+    # Of one size, for values and errors: a rank with an error enters the same collective as the others.
+    text = json.dumps(value).encode().ljust(8 * MESSAGE)  # at most 6 bytes per character
     padded = torch.tensor(list(text), dtype=torch.uint8, device=group.device)
     (rows,) = group.all_gather([padded[None]], [1] * group.size, 0)
     answers = [json.loads(bytes(row)) for row in rows.tolist()]

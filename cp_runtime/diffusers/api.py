@@ -127,6 +127,7 @@ def apply_context_parallel(
     made: list[Applied] = []
 
     def install(ask: Callable[[], None]) -> ShardedCalls | None:
+        # Refusals are in here, for `in_step`: a rank that refuses alone would leave the others in the next collective.
         check()
         ask()
         check_settings(settings, mesh.whole)
@@ -144,7 +145,7 @@ def apply_context_parallel(
         if calls is not None and shard_weights:
             shared = ShardedModel(module, mesh, device)
             calls.weights = shared.weights
-            made[0].on_remove(shared.give_back)
+            made[0].on_remove(shared.restore)
     except BaseException:
         for each in made:
             each.remove()

@@ -109,6 +109,7 @@ class ShardedCalls:
             out = agreement.in_step(partial(run, args, kwargs), self._mesh.whole)
         else:
             out = self._sharded(args, kwargs)
+        # First calls have collectives that others lack. Ranks get the same calls, so they remember and forget the same forms.
         if len(self._forms) == FORMS:
             self._forms.clear()
         self._forms.add(form)
@@ -118,6 +119,7 @@ class ShardedCalls:
     @not_compiled_itself
     def _verified(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], ask: Callable[[], None]) -> Any:
         """Run one call, and compare it with one process."""
+        # The sharded run draws the same random numbers again. All ranks run the whole module, so they can gather sharded weights.
         devices = [torch.accelerator.current_device_index()] if self._mesh.whole.device.type != "cpu" else []
         with self.weights.call() if self.weights is not None else nullcontext(), torch.random.fork_rng(devices):
             expected = agreement.expected_output(self._stock, args, kwargs)

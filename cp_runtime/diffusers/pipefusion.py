@@ -90,6 +90,7 @@ class StagedCalls(ShardedCalls):
             with self.installed.call(mesh, lambda shape: degrees, kind=kind) as call, SharedAttention(call, call.mesh.whole):
                 return self.installed.forward(self._stock, *fresh_args, **fresh_kwargs)
 
+        # A text is known by its identity: pipelines pass the same tensor in every step; comparing numbers waits for the device.
         part = Part(form_of((args, dict(kwargs))), id(text), run)
         (out,) = self._pipeline.call([part], sequence, self._settings_of_stages)
         out = map_outputs(out, self._of_last_stage)

@@ -180,7 +180,7 @@ def _self_attention(streams: Sequence[str], order: Sequence[str] | None) -> list
 
 
 def _attends(module: nn.Module) -> bool:
-    """Return whether a module is one of diffusers' attention modules, whose arguments tell whose keys they use."""
+    """Return whether a module is one of diffusers' attention modules, whose arguments show whose keys they use."""
     return hasattr(module, "processor") and ENCODER in argument_names(module)
 
 

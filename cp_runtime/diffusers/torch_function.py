@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from ..compat import frames_are_compiled, fused_attention_functions, not_compiled
 from ..engine.attention.opaque import COMPILING, Asked, attention
 from ..engine.call import RunningCall
-from ..engine.hooks import from_text
+from ..engine.hooks import decode_streams
 from ..engine.ranks.collectives import RankGroup
 from ..engine.state import AttentionStreams
 from ..errors import PlanError
@@ -56,6 +56,7 @@ class SharedAttention(TorchFunctionMode):
         if torch.compiler.is_compiling():
             return TRACED_AS.get(func, func)(*args, **kwargs)
         out = func(*args, **kwargs)
+        # A step cache decides by such a number whether blocks run: ranks that decided differently would wait for each other.
         if func in MEANS and out.ndim == 0 and out.is_floating_point() and self._everyone.size > 1:
             return self._mean(args[0] if args else kwargs["input"]).to(out.dtype)
         return out
@@ -100,8 +101,8 @@ class SharedAttention(TorchFunctionMode):
     def answer(self, asked: Asked) -> Tensor:
         """Attend for compiled code. `asked.low_precision`: it is causal."""
         scope = self._call.scope
-        said, traced = from_text(asked.backend)
-        candidates = traced if said or (scope.derived and asked.backend) else scope.streams
+        by_plan, traced = decode_streams(asked.backend)
+        candidates = traced if by_plan or (scope.derived and asked.backend) else scope.streams
         self._answering = True
         try:
             return self._attend(*asked[:4], 0.0, asked.low_precision, asked.scale, asked.grouped, scope.name, candidates)
@@ -143,7 +144,7 @@ class SharedAttention(TorchFunctionMode):
         call, scope, state = self._call, self._call.scope, self._call.state
         known = [pair for pair in candidates if call.knows(pair)]
         if not known or not call.shares:
-            if state.lengths and state.world_size > 1 and (candidates or not scope.said):
+            if state.lengths and state.world_size > 1 and (candidates or not scope.by_plan):
                 unknown = dict.fromkeys(sum((q + k for q, k in candidates), ())).keys() - state.lengths.keys()
                 what = f"names {' and '.join(unknown)}, of which nothing was split" if unknown else "does not say what it is over"
                 raise PlanError(

@@ -157,7 +157,7 @@ class ShardedModel:
             self.weights.remove()
             raise
 
-    def give_back(self) -> None:
+    def restore(self) -> None:
         """Gather all weights, where they were. All ranks must call it."""
         self._allow_changes()
         self.weights.restore(self._home)

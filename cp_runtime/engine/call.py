@@ -32,7 +32,7 @@ class Scope(NamedTuple):
         streams: possible combinations; empty = no communication.
         derived: from argument names, not from the plan.
         name: name of the module.
-        said: the plan names the streams, even if there are none.
+        by_plan: the plan names the streams, even if there are none.
         shared_before: number of shared attentions when the scope began.
         range: profiler range, open until the scope is left.
     """
@@ -40,7 +40,7 @@ class Scope(NamedTuple):
     streams: Sequence[AttentionStreams]
     derived: bool = False
     name: str = ""
-    said: bool = True
+    by_plan: bool = True
     shared_before: int = 0
     range: AbstractContextManager[Any] = nullcontext()
 
@@ -70,7 +70,7 @@ class RunningCall:
     Attributes:
         state: streams, lengths and layouts.
         ask: called before the ranks exchange tokens; if set, they also compare masks, for which they wait for the device.
-        in_joint_order: attention functions get all tokens in the order of one process, for those that tell them by position.
+        in_joint_order: attention functions get all tokens in the order of one process: some depend on positions.
         expects_attention: missing an attention that should be shared is an error.
         blocks: runs blocks on this rank's tokens inside code that has all of them.
         entered: the blocks that run so now, by name.
@@ -91,7 +91,7 @@ class RunningCall:
         self._plan, self._model_name, self._planner, self._on_module = plan, model_name, planner, on_module
         self._after_attention = after_attention
         self._shared = self._turn = 0
-        self._scopes = [Scope(plan.attention, plan.attention_rule is not None, said=bool(plan.attention))]
+        self._scopes = [Scope(plan.attention, plan.attention_rule is not None, by_plan=bool(plan.attention))]
         self.ask: Callable[[], None] | None = None
         self.in_joint_order = False
         self.expects_attention = True
@@ -126,24 +126,25 @@ class RunningCall:
             self.state.on_all, self.blocks, self.entered = before
 
     def enter_module(self, name: str, plan: ModulePlan) -> None:
+        # A cancel point, which may raise: before anything begins that would have to end.
         if self._on_module is not None:
             self._on_module()
         if plan.separate:
             self.state.begin()
-        (streams, derived, _, said, *_), entered = self.scope, trace_range("cp.block", name or self._model_name)
+        (streams, derived, _, by_plan, *_), entered = self.scope, trace_range("cp.block", name or self._model_name)
         if plan.attention is not None:
-            streams, derived, said = [(plan.attention, plan.keys or plan.attention)] if plan.attention else (), False, True
+            streams, derived, by_plan = [(plan.attention, plan.keys or plan.attention)] if plan.attention else (), False, True
         entered.__enter__()
-        self._scopes.append(Scope(streams, derived, name, said, self._shared, entered))
+        self._scopes.append(Scope(streams, derived, name, by_plan, self._shared, entered))
 
     def leave_module(self, plan: ModulePlan) -> None:
         self.leave_scope()
         if plan.separate:
             self.state.end()
 
-    def enter_scope(self, streams: Sequence[AttentionStreams], derived: bool = False, name: str = "", said: bool = True) -> None:
+    def enter_scope(self, streams: Sequence[AttentionStreams], derived: bool = False, name: str = "", by_plan: bool = True) -> None:
         """Set the candidate streams of attention from here on; empty = no communication. See `Scope`."""
-        self._scopes.append(Scope(streams, derived, name, said, self._shared))
+        self._scopes.append(Scope(streams, derived, name, by_plan, self._shared))
 
     def leave_scope(self) -> None:
         self._scopes.pop().range.__exit__(None, None, None)
@@ -188,6 +189,8 @@ class RunningCall:
         `streams`: of queries and keys; None = derived from their lengths. `own_masks`: accept a mask made inside the attention,
         over this rank's queries and keys, if it hides padding.
         """
+        # In the first call of a form all ranks first agree that each has come here: a rank that failed would leave the others
+        # in the exchange.
         if self.ask is not None:
             self.ask()
         with trace_range("cp.attention"):
@@ -200,16 +203,17 @@ class RunningCall:
             shape = attention_shape(B, q_layout.total, k_layout.total, H, k_BLKD.shape[2], D, q_BLHD.element_size())
             if attend is not None and self.in_joint_order:
                 attend = ordered(attend, q_layout, k_layout)
-            seeing = None
+            sees_keys = None
             if own_masks and mask is not None and mask.dtype == torch.bool and self.mesh.size > 1:
-                mask, seeing = self._own_parts(mask, q_layout, k_layout)
+                mask, sees_keys = self._visible_parts(mask, q_layout, k_layout)
             out = self._over_all(
                 q_BLHD, k_BLKD, v_BLKD, config=self._planner(shape), q_layout=q_layout, k_layout=k_layout, mask=mask, causal=causal,
                 scale=scale, attend=attend, kernel=kernel,
             )  # fmt: skip
+        # Behind the exchanges, so that weights of the next block, fetched from here on, do not compete with them for the link.
         if self._after_attention is not None:
             self._after_attention()
-        return out if seeing is None else out.masked_fill(~seeing, 0.0)
+        return out if sees_keys is None else out.masked_fill(~sees_keys, 0.0)
 
     def _over_all(self, q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, **settings: Any) -> Tensor:
         """Attend to the tokens of all ranks. `settings`: see `context_parallel_attention`."""
@@ -289,7 +293,7 @@ class RunningCall:
             self.leave_scope()
         self.state.close()
 
-    def _own_parts(self, mask: Tensor, q_layout: JointLayout, k_layout: JointLayout) -> tuple[Tensor, Tensor | None]:
+    def _visible_parts(self, mask: Tensor, q_layout: JointLayout, k_layout: JointLayout) -> tuple[Tensor, Tensor | None]:
         """Reduce a mask over this rank's queries and keys to its visible keys, `[..., 1, keys]`, and the queries that see any key,
         `[B or 1, queries, H or 1, 1]`. Return any other mask unchanged, with None.
 
@@ -324,6 +328,7 @@ class RunningCall:
         if len(candidates) == 1:
             return candidates[0]
         held = (queries, keys)
+        # By layout, not by name: combinations with the same tokens on every rank are one, whichever name they go by.
         layouts = {(state.layout(q), state.layout(k)): (q, k) for q, k in candidates}
         fitting = [pair for pair in layouts if tuple(layout.local_lengths[state.rank] for layout in pair) == held]
         if len(fitting) == 1:

@@ -31,7 +31,7 @@ OPTIONS = (
     "max_autotune_pointwise",
     "shape_padding",
 )
-VARIANTS = 64  # compiled versions per kind of block, for other dtypes, numbers of dimensions, masks
+VARIANTS = 64  # compiled versions per kind of block, for other dtypes, numbers of dimensions, masks; torch's own limit is 8
 Failed = Callable[[CompileError], None]
 AS_THEY_ARE: set[nn.Module] = set()
 """Blocks not compiled in the running call, because something inside them changes with every call."""

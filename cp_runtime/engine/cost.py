@@ -18,8 +18,8 @@ shares and heads that divide, l = 1 / P, c = 1 / R, h = 1 / U. The rank with mos
 
 Shares are taken for the speeds of ranks: f and m of a rank are those of the mean rank times its share over the mean share. The
 choice has the least sum of attention, communication and merging; where two are equal, the higher Ulysses degree. Of the rounds in
-`ROUNDS`, the fewest are taken whose waiting is at most `NEARLY` of attention more than the least; beside a ring, one. `a`, `w`, `f`
-and `m` are measured on the ranks when they start (`measure`) and shared, so every rank chooses alike.
+`ROUNDS`, the fewest are taken whose waiting is at most `ROUNDS_TOLERANCE` of attention more than the least; beside a ring, one.
+`a`, `w`, `f` and `m` are measured on the ranks when they start (`measure`) and shared, so every rank chooses alike.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ from .ranks.config import EXACT, ContextParallelConfig, SequenceSettings
 from .ranks.mesh import factors
 from .ranks.sharding import Shares, split_sizes
 
+# Where exchange and attention take equally long, four rounds take 0.64 of the time of one: docs/performance.md, "Slow links".
 ROUNDS = (1, 2, 4, 8)
 ROUND_LAUNCHES = 12  # operations per round: packing, two collectives, attention, unpacking
-NEARLY = 0.03  # of attention: accepted excess over the best number of rounds
+ROUNDS_TOLERANCE = 0.03  # of attention: accepted excess over the best number of rounds
 TILE = 128  # queries of one head
 
 
@@ -123,7 +124,7 @@ def cost(shape: AttentionShape, ring: int, ulysses: int, settings: SequenceSetti
 
         given = ROUNDS[:1] if ring > 1 else (settings.ulysses_rounds,) if settings.ulysses_rounds else ROUNDS
         waiting_in = {each: waits(each) for each in given if each <= most} or {1: waits(1)}
-        limit = NEARLY * attention + min(waiting_in.values())
+        limit = ROUNDS_TOLERANCE * attention + min(waiting_in.values())
         rounds, waiting = next(found for found in waiting_in.items() if found[1] <= limit)
     if ring > 1 and settings.rotate_method == "allgather":
         waiting += rates.latency + keys_sent / rates.bandwidth
@@ -154,6 +155,8 @@ def allowed(shape: AttentionShape, ranks: int, settings: SequenceSettings, share
     ]
 
 
+# Every rank decides for itself: ranks with different answers would enter different collectives, and hang. So the arguments are
+# equal on all: gathered rates, lengths of all ranks, settings of the message. None is measured here.
 @lru_cache(maxsize=1024)
 def decide(
     shape: AttentionShape, ranks: int, settings: SequenceSettings, rates: Rates, shares: Shares = ()

@@ -54,6 +54,7 @@ class InstalledPlan(Generic[PlanT]):
                 if module_plan.attention is not None:
                     with_attention.add(module)
                 of_forward = module is not model and method_of(pattern) == "forward"
+                # Hooks of attention can be traced; all others break a compiled graph, since they communicate.
                 if plan.attention_rule is not None and of_forward and module_plan.only_attention:
                     self._hook_attention(name, module, _constant(module_plan.attention, module_plan.keys), module_plan)
                     continue
@@ -158,10 +159,11 @@ class InstalledPlan(Generic[PlanT]):
             # In front of existing hooks: the last module entered is the first left, and other hooks see whole outputs.
             self._undo.append(module.register_forward_hook(not_compiled(leave), prepend=True).remove)
 
-    def _hook_attention(self, name: str, module: nn.Module, rule: AttentionRule, said: ModulePlan | None = None) -> None:
-        """Run a rule before a module. `said`: the plan of the module, if that is where the rule comes from."""
-        self._paths[module], _plans[module] = (name, said), ref(self)
-        before, after = _attention_hooks(argument_names(module), rule, said is not None)
+    def _hook_attention(self, name: str, module: nn.Module, rule: AttentionRule, own_plan: ModulePlan | None = None) -> None:
+        """Run a rule before a module. `own_plan`: the plan of the module, if that is where the rule comes from."""
+        # These hooks are shared by all modules with such arguments, as compiled code is, and find the plan by the module.
+        self._paths[module], _plans[module] = (name, own_plan), ref(self)
+        before, after = _attention_hooks(argument_names(module), rule, own_plan is not None)
         self._undo.append(module.register_forward_pre_hook(before, with_kwargs=True).remove)
         self._undo.append(module.register_forward_hook(after, prepend=True).remove)
 
@@ -169,20 +171,20 @@ class InstalledPlan(Generic[PlanT]):
         """Enter the candidate streams of a module's attention, in calls only."""
         if self.current is None:
             return
-        scope, (path, said) = self.current.scope, self._paths[module]
-        if said is not None:
-            self.current.enter_module(path, said)
+        scope, (path, own_plan) = self.current.scope, self._paths[module]
+        if own_plan is not None:
+            self.current.enter_module(path, own_plan)
         elif scope.derived:
             self.current.enter_scope(rule(arguments), derived=True, name=path)
         else:
-            self.current.enter_scope(scope.streams, name=path, said=scope.said)
+            self.current.enter_scope(scope.streams, name=path, by_plan=scope.by_plan)
 
     def leave_attention(self, module: nn.Module) -> None:
         """Leave a module that attends. Raises PlanError: its attention had to be shared, and was not."""
         if self.current is None:
             return
-        path, said = self._paths[module]
-        missed = said is None and self.current.has_missed_attention
+        path, own_plan = self._paths[module]
+        missed = own_plan is None and self.current.has_missed_attention
         self.current.leave_scope()
         if missed:
             raise PlanError(
@@ -216,7 +218,7 @@ _plans: WeakKeyDictionary[nn.Module, ref[InstalledPlan[Any]]] = WeakKeyDictionar
 
 
 @cache
-def _attention_hooks(names: tuple[str, ...], rule: AttentionRule, said: bool) -> tuple[Callable[..., None], Callable[..., None]]:
+def _attention_hooks(names: tuple[str, ...], rule: AttentionRule, by_plan: bool) -> tuple[Callable[..., None], Callable[..., None]]:
     """Return the hooks of modules with these arguments: the same ones for all, as blocks share compiled code.
 
     Traced code must not look at the call: there the rule's result goes with the operator of the attention.
@@ -225,7 +227,7 @@ def _attention_hooks(names: tuple[str, ...], rule: AttentionRule, said: bool) ->
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         if torch.compiler.is_compiling():
-            COMPILING.scopes.append(in_text(rule(arguments), said))
+            COMPILING.scopes.append(encode_streams(rule(arguments), by_plan))
         else:
             _enter_attention(rule, module, arguments)
 
@@ -263,13 +265,13 @@ def _constant(attention: tuple[str, ...] | None, keys: tuple[str, ...] | None) -
     return lambda _: streams
 
 
-def in_text(streams: Sequence[AttentionStreams], said: bool = False) -> str:
-    """Return what an attention may be over as text, which an operator takes; never empty. `said`: by the plan."""
-    return ("!" if said else ";") + ";".join(["+".join(queries) + ">" + "+".join(keys) for queries, keys in streams])
+def encode_streams(streams: Sequence[AttentionStreams], by_plan: bool = False) -> str:
+    """Return what an attention may be over as text, which an operator takes; never empty. `by_plan`: the plan names it."""
+    return ("!" if by_plan else ";") + ";".join(["+".join(queries) + ">" + "+".join(keys) for queries, keys in streams])
 
 
-def from_text(text: str) -> tuple[bool, list[AttentionStreams]]:
-    """Invert `in_text`."""
+def decode_streams(text: str) -> tuple[bool, list[AttentionStreams]]:
+    """Invert `encode_streams`."""
     split = [pair.partition(">")[::2] for pair in text[1:].split(";") if pair]
     pairs = [(tuple(filter(None, queries.split("+"))), tuple(filter(None, keys.split("+")))) for queries, keys in split]
     return text.startswith("!"), pairs

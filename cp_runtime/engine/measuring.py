@@ -24,13 +24,15 @@ from .ranks.sharding import Shares
 SAME_SPEED = 0.1  # devices of different names that differ by less count as equal
 SAME_NAME = 0.25, 1.0  # those of one name get shares in between: a power limit or heat; beyond, another program was at work
 CPU = zlib.crc32(b"cpu")  # a core of a busy machine is slow now and then
-SLOWER = 2.0  # times as long: the link has become slower; a late rank does not explain it
-ENOUGH, LONG = 0.02, 1.0  # seconds to measure a link, and the limit where it becomes slower
-RISING = 0.3  # seconds of work that bring the clocks of an idle accelerator up
+SLOWDOWN = 2.0  # times as long: the link has become slower; a late rank does not explain it
+# Seconds to measure a link, and the limit while it becomes slower. A token bucket lets a burst pass at once: one of 10 MB at
+# 40 Mbit/s measured 54 MB/s in 20 ms, and 2.6 MB/s in a second.
+LINK_SECONDS, SLOWING_LINK_SECONDS = 0.02, 1.0
+CLOCK_SECONDS = 0.3  # seconds of work that raise the clock of an idle accelerator, which may be a sixth of the one under load
 SIZES = {"cpu": (256, 1 << 18, 256), "accelerator": (4096, 1 << 22, 4096)}
 """Problem sizes: tokens of an attention, elements to send, side of a matrix."""
 HEAD_DIM = 128  # of nearly all of the large models: attention with 64 is slower
-STEPS = 4  # shares are multiples of this fraction of the slowest rank's
+SHARE_STEPS = 4  # shares are multiples of this fraction of the slowest rank's
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Measured:
         links = [(one.latency, one.bandwidth) for one in all_]
         if self.inside and all(len({self.machines[rank] for rank in group}) == 1 for group in groups):
             links = [self.inside[rank] for rank in ranks]
+        # A collective ends with its slowest link, and with the rank that hides least of it.
         return Rates(
             latency=max(latency for latency, _ in links),
             bandwidth=min(bandwidth for _, bandwidth in links),
@@ -65,12 +68,13 @@ class Measured:
 
         A speed is that of attention and matrix products by halves. Shares are rounded, so another measurement gives the same ones.
         """
+        # Times add up, not speeds: the harmonic mean.
         speeds = [2 / (1 / one.flops + 1 / one.linear) for one in self.each]
         slowest = min(speeds)
         least, most = SAME_NAME if len(set(self.devices)) == 1 else (SAME_SPEED, math.inf)
         if set(self.devices) == {CPU} or not slowest * (1 + least) < max(speeds) <= slowest * (1 + most):
             return ()
-        return tuple(max(STEPS, round(STEPS * speed / slowest)) for speed in speeds)
+        return tuple(max(SHARE_STEPS, round(SHARE_STEPS * speed / slowest)) for speed in speeds)
 
 
 def device_name(device: torch.device) -> str:
@@ -96,7 +100,7 @@ def measure(mesh: SequenceMesh, device: torch.device, name: str = "", machines: 
     delay = partial(_keep_busy, block)
 
     began = time.perf_counter()
-    while not cpu and time.perf_counter() - began < RISING:
+    while not cpu and time.perf_counter() - began < CLOCK_SECONDS:
         matrix @ matrix
         wait_for(device)
 
@@ -106,20 +110,21 @@ def measure(mesh: SequenceMesh, device: torch.device, name: str = "", machines: 
     def best(run: Callable[[], object]) -> float:
         return min(_times(run, device, delay))
 
-    def lasting(run: Callable[[], object]) -> float:
+    def sustained(run: Callable[[], object]) -> float:
         """Return the long-term seconds of a run: a link may absorb a burst at once. All ranks stop at the same time."""
         began, found = time.perf_counter(), list[float]()
         while True:
+            # All ranks judge the same maxima, so all leave in the same pass: one more would wait for sends that nobody makes.
             own = torch.tensor([*_times(run, device, delay), time.perf_counter() - began], device=place)
             *times, spent = whole.largest(own).tolist()
             found += times
-            seconds, slower = in_the_long_run(found)
-            if spent >= (LONG if slower else ENOUGH):
+            seconds, slower = sustained_time(found)
+            if spent >= (SLOWING_LINK_SECONDS if slower else LINK_SECONDS):
                 return seconds
 
     def link(peers: Sequence[bool]) -> tuple[float, float]:
         latency = best(_sender(whole, peers, block[:1]))
-        sending = max(lasting(_sender(whole, peers, block[:elements])) - latency, 1e-9)  # latency may be most of it
+        sending = max(sustained(_sender(whole, peers, block[:elements])) - latency, 1e-9)  # latency may be most of it
         return latency, elements * max(1, sum(peers) - 1) * dtype.itemsize / sending
 
     def hidden(attending: float) -> float:
@@ -146,9 +151,10 @@ def measure(mesh: SequenceMesh, device: torch.device, name: str = "", machines: 
         getattr(torch.cuda.get_device_properties(device), "multi_processor_count", 1) if device.type == "cuda" else 1,
     )
     count = len(rates)
+    # One table for all ranks. The name of the device travels as its crc32, which a float64 holds exactly.
     own = [zlib.crc32(name.encode()), *rates, *inside]
     table = whole.all_gather([torch.tensor([own], dtype=torch.float64, device=place)], [1] * ranks, 0)[0].tolist()
-    mesh.stats.reset()
+    mesh.stats.reset()  # no call has sent these bytes
     return Measured(
         tuple(Rates(*row[1 : count + 1]) for row in table),
         tuple(int(row[0]) for row in table),
@@ -192,11 +198,11 @@ def _launch(device: torch.device) -> float:
     return min(times) / count
 
 
-def in_the_long_run(times: Iterable[float]) -> tuple[float, bool]:
+def sustained_time(times: Iterable[float]) -> tuple[float, bool]:
     """Return (the minimum since the last slowdown, whether the last time is a slowdown)."""
     best, slower = math.inf, False
     for each in times:
-        slower = each > SLOWER * best
+        slower = each > SLOWDOWN * best
         best = each if slower else min(each, best)
     return best, slower
 

@@ -161,5 +161,6 @@ def argument_names(module: nn.Module, method: str = "forward") -> tuple[str, ...
 def _argument_names(forward: Callable[..., Any]) -> tuple[str, ...]:
     names: list[str] = []
     for name, parameter in list(inspect.signature(forward).parameters.items())[1:]:
+        # The class does not say how many there are: more than plans name.
         names += [f"{name}[{i}]" for i in range(8)] if parameter.kind is parameter.VAR_POSITIONAL else [name]
     return tuple(names)

@@ -13,7 +13,7 @@ from ..nested import tensors
 from ..recent import Recent
 from .ranks.sharding import CONTIGUOUS, JointLayout, Shares, Split, joint_layout
 
-REMEMBERED = 64  # results cached per call
+REMEMBERED = 64  # results cached per call; an entry keeps its source alive, so a model may make a mask in every block
 
 # Streams of the queries and of the keys of one attention, each in joint order.
 AttentionStreams = tuple[tuple[str, ...], tuple[str, ...]]
@@ -69,7 +69,7 @@ class CallState:
         self.arguments: Mapping[str, Any] = {}
         self.lengths: dict[str, int] = {}
         self.grids: dict[str, tuple[int, ...]] = {}
-        self.masked: dict[int, tuple[Tensor, AttentionStreams]] = {}
+        self.masked: dict[int, tuple[Tensor, AttentionStreams]] = {}  # with the mask, so that no other gets its id
         self.padding: dict[tuple[str, ...], Tensor] = {}
         self.in_turn: list[AttentionStreams] = []
         self.whole: set[str] = set()
@@ -78,8 +78,8 @@ class CallState:
         self.noted: Any = None
         self._splits: dict[str, Split] = {}
         self._layouts: dict[tuple[str, ...], JointLayout] = {}
-        self._around: list[tuple[Any, ...]] = []
-        self._left: dict[str, tuple[int, int]] = {}  # tokens in modules with separate streams, as in `tokens`
+        self._outer: list[tuple[Any, ...]] = []
+        self._finished_tokens: dict[str, tuple[int, int]] = {}  # tokens in modules with separate streams, as in `tokens`
         # Side inputs are the same tensor for every block. Keeping the source prevents its id from being reused.
         self._memo: Recent[tuple[object, ...], tuple[Any, Any]] = Recent(REMEMBERED)
 
@@ -117,23 +117,23 @@ class CallState:
 
     def begin(self) -> None:
         """Enter a module with separate streams."""
-        self._around.append((self.lengths, self.grids, self._splits, self._layouts))
+        self._outer.append((self.lengths, self.grids, self._splits, self._layouts))
         self.lengths, self.grids, self._splits, self._layouts = {}, {}, {}, {}
 
     def end(self) -> None:
         """Leave such a module."""
-        self._left = self.tokens()
-        self.lengths, self.grids, self._splits, self._layouts = self._around.pop()
+        self._finished_tokens = self.tokens()
+        self.lengths, self.grids, self._splits, self._layouts = self._outer.pop()
 
     def restart(self) -> None:
-        """Forget all streams: the model begins anew, with other tokens under the same names."""
-        self._left = self.tokens()
+        """Forget all streams: the model starts over, with other tokens under the same names."""
+        self._finished_tokens = self.tokens()
         self.lengths, self.grids, self._splits, self._layouts = {}, {}, {}, {}
 
     def tokens(self) -> dict[str, tuple[int, int]]:
         """Return each stream's token count on all ranks and on this one. Every run of a module with separate streams adds to it,
         and every restart."""
-        found = dict(self._left)
+        found = dict(self._finished_tokens)
         for name, length in self.lengths.items():
             total, held = found.get(name, (0, 0))
             found[name] = total + length, held + self.layout((name,)).local_lengths[self.rank]
@@ -159,5 +159,5 @@ class CallState:
         self.masked.clear()
         self.padding.clear()
         self._memo.clear()
-        self._around.clear()
+        self._outer.clear()
         self._gather = None

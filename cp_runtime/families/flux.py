@@ -7,7 +7,7 @@ from ..engine.transforms import TokenRanges
 from .family import FamilyPlan, gathered, side, tokens
 
 JOINT = ("txt", "img")
-PE = side(JOINT, dim=2, dims=6)
+PE = side(JOINT, dim=2, dims=6)  # rotations `[B, 1, tokens, D / 2, 2, 2]`
 DOUBLE_BLOCK = ModulePlan(
     inputs={"txt": tokens("txt"), "img": tokens("img"), "pe": PE, "modulation_dims_img": TokenRanges(streams=("img",))},
     attention=JOINT,

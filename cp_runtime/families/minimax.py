@@ -14,6 +14,7 @@ TOKENS, RANGES = tokens(JOINT, dim=0, dims=2), TokenRanges(streams=JOINT)
 def packed(state: CallState, value: Any, where: str) -> Any:
     """Split all tokens, `[tokens, D]`: text and references, then the noisy audio and video."""
     video, audio = state.arguments["x"]
+    # Patches of 2 × 2, to which the model pads rows and columns.
     state.define("video", video.shape[2] * -(-video.shape[3] // 2) * -(-video.shape[4] // 2))
     state.define("audio", audio.shape[2] * audio.shape[3])
     return TOKENS(state, value, where)

@@ -133,6 +133,7 @@ class VideoThenReferences(ContextParallelInput):
 
     def __call__(self, state: CallState, value: Any, where: str) -> Any:
         x, sound, frames = state.arguments["x"], state.arguments.get("audio_embed"), latent_frames(state)
+        # Patches of 2 × 2, to which the model pads rows and columns.
         video = frames * -(-x.shape[3] // 2) * -(-x.shape[4] // 2)
         if sound is not None:  # as many frames as the sound has: two convolutions halve it
             frames = -(-min(sound.shape[3], 4 * frames) // 4)

@@ -19,8 +19,9 @@ from .frames import Buffer
 from .launcher import starting
 
 LOOPBACK = "127.0.0.1"
-KEEP_BYTES = 64 << 20  # of memory for messages, and for results; more is given back
-_MOMENT = 5e-4  # seconds between two looks for a message
+# Of memory for messages, and for results. More is given back: that of a 720p video's result is 0.9 GB.
+KEEP_BYTES = 64 << 20
+_POLL = 5e-4  # seconds between two polls for a message
 
 
 class SharedBlock:
@@ -33,7 +34,7 @@ class SharedBlock:
     def view(self, nbytes: int) -> Tensor:
         """Return the first `nbytes` bytes as a uint8 tensor; grow the block where it is smaller. Raises PoolError: there is not
         enough memory."""
-        wanted = max(nbytes, mmap.PAGESIZE)
+        wanted = max(nbytes, mmap.PAGESIZE)  # an empty file cannot be mapped
         if self.size < wanted:
             try:
                 system.reserve(self.fd, wanted)
@@ -42,6 +43,7 @@ class SharedBlock:
                     f"no room for {wanted / 2**20:.1f} MB of shared memory between ComfyUI and the workers: {error.strerror}. "
                     "Free memory, raise the limit of the container or session, or use fewer frames or a smaller picture."
                 ) from error
+        # A mapping has the size of its file at that time: once the file has grown, it takes another one.
         if self._mapped is None or self._mapped.numel() < nbytes:
             self._mapped = torch.frombuffer(mmap.mmap(self.fd, self.size), dtype=torch.uint8)
         return self._mapped[:nbytes]
@@ -76,8 +78,8 @@ class SharedBlock:
             self.fd = -1
 
 
-class HandedOn:
-    """The bytes of messages that come to one rank of another computer, for its others: they cross the network once.
+class Relay:
+    """Shares the bytes of messages among the ranks of another computer: one receives them, so they cross the network once.
 
     Args:
         address: where that rank has it; None = this is that rank.
@@ -88,11 +90,11 @@ class HandedOn:
 
     def __init__(self, address: tuple[int, int] | None = None) -> None:
         self._block = SharedBlock(None if address is None else system.foreign_fd(*address))
-        self._last = self._block.view(torch.int64.itemsize).view(torch.int64)  # the message that is there
+        self._last = self._block.view(torch.int64.itemsize).view(torch.int64)  # number of the message that is complete
         self.address = self._block.address
 
     def put(self, seq: int, body: Buffer) -> None:
-        """Hand on the bytes of a message. All ranks have done with the one before. `seq`: its number."""
+        """Pass on the bytes of a message. All ranks have finished with the previous one. `seq`: its number."""
         self._block.trim(KEEP_BYTES)
         self._block.view(mmap.PAGESIZE + len(body))[mmap.PAGESIZE :].copy_(torch.frombuffer(body, dtype=torch.uint8))
         self._last.fill_(seq)
@@ -100,7 +102,7 @@ class HandedOn:
     def get(self, seq: int, nbytes: int) -> Tensor:
         """Wait for the bytes of a message, which stay until the next one."""
         while self._last.item() != seq:
-            time.sleep(_MOMENT)
+            time.sleep(_POLL)
         return self._block.view(mmap.PAGESIZE + nbytes)[mmap.PAGESIZE :]
 
 

@@ -8,10 +8,9 @@ import threading
 class CancelPoints:
     """The numbered places of a call (1, 2, ...) as one rank passes them: planned modules, or runs of a forward in stages.
 
-    When the user cancels, every rank says how far it is, and stops at the next place until it knows where all leave: at the place
-    after the farthest. Ranks that are behind pass theirs until then. So nothing is asked or told until somebody cancels. `ask` and
-    `decide` come from the thread that reads messages: a rank that waits for another one inside of a collective answers all the
-    same.
+    When the user cancels, every rank reports how far it is, and stops at the next place until it knows where all leave: at the
+    place after the farthest. Ranks that are behind go on to there. A call that nobody cancels has no message. The thread that reads
+    messages calls `ask` and `decide`, so a rank that waits inside a collective answers, too.
     """
 
     def __init__(self) -> None:
@@ -25,6 +24,7 @@ class CancelPoints:
 
     def ask(self) -> int:
         """Stop this rank behind the last place that it passes for sure, and return that."""
+        # Under one lock with `leave`: either this rank counts the next place before it answers, or it stops there.
         with self._lock:
             self._stops = True
             return max(self._arrived, self._pledged)
@@ -40,6 +40,7 @@ class CancelPoints:
             self._arrived += 1
             if not self._stops or self._arrived <= self._pledged:
                 return False
+        # Without a limit: when the time for Cancel is up, the controller kills all ranks.
         self._decided.wait()
         return self._arrived == self._place
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from .messages import Failure, Report
 
 CANCEL_GRACE = 1.15  # seconds that ranks get to leave a cancelled call before they are killed, or
-CANCEL_MODULES = 3  # as long as this many planned modules take: they poll at one and leave at the next
+CANCEL_MODULES = 3  # as long as this many planned modules take: a rank is inside one, stops at the next, and leaves at another
 CANCEL_LIMIT = 60.0  # seconds that they get at most
 REPORT_GRACE = 1.0  # seconds that the other ranks get to report after a first failure
-DEATH_LAG = 0.25  # a death is noticed this much later than the errors that it causes on other ranks
+DEATH_LAG = 0.25  # seconds by which a death may be noticed later than the errors that it causes on other ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +65,8 @@ class Collection:
         self._compile_left = self.compile_timeout
         self._failing = self._cancelled = self._aborted = False
         self._died: dict[int, float] = {}
-        self._places: dict[int, int] = {}  # by rank, the last one that it passes
-        self._told = False  # where to leave
+        self._last_passed: dict[int, int] = {}  # place by rank
+        self._leave_sent = False
 
     @property
     def missing(self) -> list[int]:
@@ -77,7 +77,7 @@ class Collection:
 
     def arrived(self, rank: int, place: int) -> None:
         """Note the last place that a rank passes."""
-        self._places[rank] = place
+        self._last_passed[rank] = place
 
     def died(self, rank: int, now: float) -> None:
         """Note that a rank has ended. The pool is incomplete then, whatever the rank has reported: that is a failure."""
@@ -120,14 +120,15 @@ class Collection:
         if self._cause() is not None and not self._failing:
             self._failing = True
             self._deadline = now + REPORT_GRACE
+        # Before the deadline: what is complete by then counts, however late this process looks at it.
         if all(rank in self.replies or rank in self._died for rank in range(self.world_size)):
             return self._finish()
         if quiet and now >= self._deadline:
             return self._finish()
         # Ranks that have reported are past all places: a part of the batch that another group of ranks still computes.
-        if self._cancelled and not self._told and all(rank in self._places for rank in self.missing):
-            self._told = True
-            return SendLeave(until=self._deadline, place=max(self._places[rank] for rank in self.missing) + 1)
+        if self._cancelled and not self._leave_sent and all(rank in self._last_passed for rank in self.missing):
+            self._leave_sent = True
+            return SendLeave(until=self._deadline, place=max(self._last_passed[rank] for rank in self.missing) + 1)
         return Wait(until=self._deadline)
 
     def _finish(self, *, aborted: bool = False) -> Outcome:

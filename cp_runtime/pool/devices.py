@@ -1,4 +1,4 @@
-"""What a process on another computer runs that is to name its devices, and be no rank."""
+"""The program of a process on another computer that lists its devices and becomes no rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What two computers must have in common to compute one picture. No library is needed to know it."""
+"""Versions that two computers must have in common to compute one picture. Needs no library."""
 
 from __future__ import annotations
 

@@ -127,23 +127,23 @@ def missed_deadline(
     return PoolTimeout(f"{text} {found}The ranks are restarted on next use. {remedy}", last)
 
 
-PATIENCE = 0.6  # seconds that ranks get to write their stacks, which they do when the time is up
-FRAMES = 12  # of a stack that an error shows, the innermost; the log has all
-QUIET = 0.15  # seconds without another line after which all is written
+STACK_TIMEOUT = 0.6  # seconds that ranks get to write their stacks, which they do when the time is up
+SHOWN_FRAMES = 12  # of a stack that an error shows, the innermost; the log has all
+STACK_QUIET = 0.15  # seconds without another line after which all is written
 
 
 def wait_for_stack(logs: Sequence[LogPump], last: LogPump) -> str:
     """Wait until ranks have written their stacks; return that of the main thread of one of them, empty where it wrote none."""
     now = time.monotonic()
-    deadline, quiet_since, before = now + PATIENCE, now, [0] * len(logs)
-    while now < deadline and not (all(before) and now - quiet_since >= QUIET):
+    deadline, quiet_since, before = now + STACK_TIMEOUT, now, [0] * len(logs)
+    while now < deadline and not (all(before) and now - quiet_since >= STACK_QUIET):
         time.sleep(0.03)
         counts, now = [len(each.stacks) for each in logs], time.monotonic()
         if counts != before:
             before, quiet_since = counts, now
     begins = [at for at, line in enumerate(last.stacks) if "most recent call first" in line]
     first = max(begins, default=0)  # the main thread is the last
-    return "\n".join(last.stacks[first + 1 :][:FRAMES])
+    return "\n".join(last.stacks[first + 1 :][:SHOWN_FRAMES])
 
 
 def _describe_memory(replies: Mapping[int, Report]) -> str:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 MAX_HEADER = 64 << 20  # bytes
 _HEAD = struct.Struct("<QQ?")  # bytes of the header, bytes behind it, whether it is urgent
-_AT_ONCE, _USUAL = 1 << 20, 1 << 16  # bytes of a write or a read, at most and at least
+_MAX_CHUNK, _MIN_READ = 1 << 20, 1 << 16  # bytes of a write or a read, at most and at least
 
 Buffer = bytes | bytearray | memoryview
 
@@ -47,7 +47,7 @@ def _write(fd: int, left: memoryview) -> memoryview:
     """Write bytes to a non-blocking pipe; return those without room in it."""
     try:
         while left:
-            left = left[os.write(fd, left[:_AT_ONCE]) :]
+            left = left[os.write(fd, left[:_MAX_CHUNK]) :]
     except BlockingIOError:
         pass
     return left
@@ -82,7 +82,7 @@ class Reader:
     def _take(self, count: int, keep: bool = False) -> bytearray | None:
         while len(self._left) < count:
             try:
-                piece = os.read(self._fd, max(_USUAL, min(count - len(self._left), _AT_ONCE)))
+                piece = os.read(self._fd, max(_MIN_READ, min(count - len(self._left), _MAX_CHUNK)))
             except OSError:  # Windows has this for the end
                 return None
             if not piece:
@@ -101,8 +101,8 @@ class Outbox:
     def __init__(self, fd: int) -> None:
         self._fd, self._lock, self._behind = fd, threading.Lock(), 0  # pieces that the thread has to write
         self._pieces: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
-        self._at_once = sys.platform != "win32"
-        if self._at_once:
+        self._writes_directly = sys.platform != "win32"
+        if self._writes_directly:
             os.set_blocking(fd, False)
         threading.Thread(target=self._run, name="context-parallel-frames", daemon=True).start()
 
@@ -110,7 +110,8 @@ class Outbox:
         """Write a frame. Nothing happens where its reader has ended, or after `close`."""
         with self._lock:
             for part in _parts(frame):
-                if not self._behind and self._at_once:
+                # Behind what the thread has yet to write, or this frame would overtake it.
+                if not self._behind and self._writes_directly:
                     part = self._try(part)
                 if part:
                     self._behind += 1
@@ -119,7 +120,7 @@ class Outbox:
     def close(self) -> None:
         """Close the pipe once all is written."""
         with self._lock:
-            self._at_once = False
+            self._writes_directly = False
             self._pieces.put(None)
 
     def _try(self, left: memoryview) -> memoryview:
@@ -138,29 +139,29 @@ class Outbox:
                 _write(self._fd, piece)
                 with self._lock:
                     self._behind -= 1
-                    if not self._behind and self._at_once:
+                    if not self._behind and self._writes_directly:
                         os.set_blocking(self._fd, False)
         except OSError:  # its reader has ended
             pass
         finally:
             with self._lock:
-                self._at_once, self._behind = False, 1
+                self._writes_directly, self._behind = False, 1
                 os.close(self._fd)
 
 
 class Inbox:
-    """A rank's own end. Its standard input is empty from now on, and its output goes where its errors go: libraries print.
+    """A rank's end of its pipes. Its standard input is empty from now on, and what libraries print goes to its standard error.
 
     Args:
         ended: called at the end of the input: nobody needs this process any more.
-        urgent: called with every urgent frame, in the thread that reads; may be set anew.
-        arrived: with every other one there, before `get` returns it; may be set anew.
+        urgent: called with every urgent frame, in the reading thread; may be replaced.
+        arrived: called there with every other frame, before `get` returns it; may be replaced.
     """
 
     def __init__(self, ended: Callable[[], None], urgent: Callable[[Frame], None], arrived: Callable[[Frame], None]) -> None:
         self._input, self._output = _taken(0), _taken(1)
         if hasattr(os, "register_at_fork"):  # a child would keep the pipes open when this process has ended
-            os.register_at_fork(after_in_child=self._let_go)
+            os.register_at_fork(after_in_child=self._close_in_child)
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
         os.close(nothing)
@@ -170,8 +171,8 @@ class Inbox:
         self._writing, self._ended, self._last = threading.Lock(), ended, time.monotonic()
         threading.Thread(target=self._run, name="frames", daemon=True).start()
 
-    def end_without_word(self, seconds: float) -> None:
-        """From now on take it for the end if nothing comes for so long."""
+    def end_on_silence(self, seconds: float) -> None:
+        """From now on, treat a silence of this many seconds as the end of the input."""
 
         def run() -> None:
             while time.monotonic() - self._last < seconds:
@@ -192,7 +193,7 @@ class Inbox:
         os.write(self._output, mark)
 
     def send(self, frame: Frame) -> None:
-        """Send a frame. In any thread; in the end of the other side, this process ends."""
+        """Send a frame, in any thread. Ends this process if the other side has ended."""
         with self._writing:
             try:
                 write(self._output, frame)
@@ -214,7 +215,7 @@ class Inbox:
         else:
             self._ended()
 
-    def _let_go(self) -> None:
+    def _close_in_child(self) -> None:
         os.close(self._input)
         os.close(self._output)
 

@@ -28,26 +28,27 @@ from .facts import facts_of
 from .frames import Frame, Malformed, Reader
 from .launcher import starting
 from .messages import Beat, pack
-from .processes import PROGRAM, SAME_ORDER, RankProcess, told
-from .reached import MARK
+from .processes import PROGRAM, SAME_ORDER, RankProcess, site_message
+from .remote import MARK
 
 OPTIONS = (
     "BatchMode=yes",
     "StrictHostKeyChecking=yes",
     "ConnectTimeout=10",  # a computer that sleeps gives no answer
     "ExitOnForwardFailure=yes",
+    # A pulled cable closes no connection: ssh gives up after two intervals without an answer.
     "ServerAliveInterval=2",
     "ServerAliveCountMax=2",
 )
 SSH_FAILED = 255
 """Status of ssh itself."""
-BEAT = 2.0  # seconds between two signs of life
-CHECK = 60.0  # seconds that a host has to name its devices: it may import torch from a disk
-ENDS = 2.0  # seconds that the kernel has to end a killed ssh
+BEAT = 2.0  # seconds between two signs of life: several within `rank_program.SILENCE_LIMIT`, as one may be late
+CHECK_TIMEOUT = 60.0  # seconds that a host has to name its devices: it may import torch from a disk
+END_TIMEOUT = 2.0  # seconds that the kernel has to end a killed ssh
 READY, UNREACHED, DIFFERS = "ready", "not reached", "differs"
 """How a host is: it can work for this computer; ssh does not get there, or starts nothing; something else is missing."""
 DEVICES = "cp_runtime.pool.devices"  # its name in a rank
-_SILENT = ("timed out", "No route to host")  # ssh's words
+_ASLEEP = ("timed out", "No route to host")  # ssh's words
 _PLACE = "CP_HOST_"
 _REMEDIES = {
     "this pack": "Update the older one: git pull in custom_nodes/comfyui-context-parallel.",
@@ -61,7 +62,7 @@ class HostProcess(RankProcess):
     def __init__(self, host: str, site: WorkerSite, environment: dict[str, str], port: int) -> None:
         self._host, self._comfyui, self.reached = host, next(iter(site.path), ""), False
         python, folder, program = place_of(host, self._comfyui)
-        there = {**told(site), "path": [folder, *site.path[1:]] if folder else site.path}
+        there = {**site_message(site), "path": [folder, *site.path[1:]] if folder else site.path}
         command = command_for(host, [python, "-u", program, "there"], SAME_ORDER | environment, port)
         super().__init__(command, dict(os.environ), there)
         threading.Thread(target=self._beat, name="context-parallel-beats", daemon=True).start()
@@ -70,7 +71,7 @@ class HostProcess(RankProcess):
     def state(self) -> str:
         return "running" if self.returncode is None else "gone"
 
-    def greeted(self, reader: Reader) -> None:
+    def read_greeting(self, reader: Reader) -> None:
         if not reader.skip_to(MARK) or (frame := reader.read()) is None:
             return
         hello = json.loads(frame.header)
@@ -85,12 +86,13 @@ class HostProcess(RankProcess):
             what = "the connection to it has ended" if self.reached else "ssh did not start a rank there"
             elsewhere = f"If Python or ComfyUI are in other places there, say so in {_place(self._host)}: see docs/machines.md."
             remedy = by_hand(self._host) if status == SSH_FAILED else elsewhere
-            asleep = " It may sleep, or be switched off." if any(words in lines for words in _SILENT) else ""
+            asleep = " It may sleep, or be switched off." if any(words in lines for words in _ASLEEP) else ""
             self.error = PoolError(f"the computer {self._host}: {what}.{asleep} {lines}\n{remedy}")
+        # `ssh_guard` exits as a shell does, with 128 and the number of a signal, of which `Popen` has the negative.
         super().ended(128 - status if 128 < status < SSH_FAILED else status)
 
     def _beat(self) -> None:
-        """Give it signs of life: see `rank_program.SILENT`."""
+        """Give it signs of life: see `rank_program.SILENCE_LIMIT`."""
         while not self.wait(BEAT):
             self.send(Frame(pack(Beat()), urgent=True))
 
@@ -155,26 +157,26 @@ def interface_to(host: str) -> str:
 def check(host: str, site: WorkerSite, kind: str) -> tuple[str, str, list[dict[str, Any]]]:
     """Start a process on a host as for a rank, have it name its devices of a type, and end it. Returns how the host is, what is
     wrong, in the words that a prompt would fail with, and the devices: see `devices.devices_of`."""
-    heard: queue.SimpleQueue[Frame | Malformed | None] = queue.SimpleQueue()
+    answers: queue.SimpleQueue[Frame | Malformed | None] = queue.SimpleQueue()
     try:
         interface_to(host)
         with starting():
             process = HostProcess(host, replace(site, preload=("torch",)), {}, 0)
     except PoolError as error:
         return UNREACHED, str(error), []
-    process.begin({"rank": host, "program": DEVICES, "kind": kind}, {}, heard.put)
+    process.begin({"rank": host, "program": DEVICES, "kind": kind}, {}, answers.put)
     try:
-        said = heard.get(timeout=CHECK)
-        found = json.loads(said.header) if isinstance(said, Frame) else []
+        answer = answers.get(timeout=CHECK_TIMEOUT)
+        found = json.loads(answer.header) if isinstance(answer, Frame) else []
         wrong = f"the computer {host} has no {kind} device that torch there has code for."
-        if not isinstance(said, Frame):
+        if not isinstance(answer, Frame):
             last = "".join(process.log.finish()[-1:])
             wrong = str(process.error or f"the computer {host} did not name its devices. {last}")
     except queue.Empty:
-        found, wrong = [], f"the computer {host} has not named its devices within {CHECK:g} s. {by_hand(host)}"
+        found, wrong = [], f"the computer {host} has not named its devices within {CHECK_TIMEOUT:g} s. {by_hand(host)}"
     finally:
         process.kill()
-        process.wait(ENDS)
+        process.wait(END_TIMEOUT)
     if not found:
         return DIFFERS if process.reached else UNREACHED, wrong, []
     return READY, "", [{**device, "name": f"{host}/{device['name']}"} for device in found]

@@ -17,7 +17,7 @@ from functools import lru_cache
 from ..cache import cache_folder
 from ..errors import PoolError
 from ..system import system
-from .reached import INTERFACES
+from .remote import INTERFACES
 
 log = logging.getLogger("context_parallel")
 

@@ -6,7 +6,7 @@ which are checked one by one. A value with tensors in it is a `Tree` (see `proto
 
 | Sent by | Messages |
 |---|---|
-| the controller, to every rank | `Request`: `Import`, `Connect`, `Probe`, `Measure`; `Echo`, `Locate`, `Load`, `Call`, `Fetch`, `AttachNetwork`, `Drop`, `MakeRoom`, `Available`; `Shutdown` |
+| the controller, to every rank | `Request`: `Import`, `Connect`, `Probe`, `Compare`, `Measure`; `Echo`, `Locate`, `Load`, `Call`, `Fetch`, `AttachNetwork`, `Describe`, `Drop`, `MakeRoom`, `Available`; `Shutdown` |
 | the controller, out of turn, to every rank | `Cancel`, and when all have answered `Leave` |
 | every rank, once per command | `Report`: what its request names, or `Cancelled`, or `Failure` |
 | every rank, out of turn | `Beat`; `Arrived`, the answer to `Cancel` |
@@ -78,7 +78,7 @@ class Failure(Report):
     collectives: int = 0  # that the rank has begun
     pending: int = 0  # of those, that have not ended
     memory: Memory | None = None
-    device_lost: bool = False  # its device does not answer any more, so this process is of no more use
+    device_lost: bool = False  # its device no longer responds, so this process cannot be used again
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ class Imported(Report):
 class Connected(Report):
     """The rank has joined the process groups."""
 
-    handed: bool  # it gets the bytes of messages from another rank of its computer
+    relayed: bool  # it gets the bytes of messages from another rank of its computer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +120,7 @@ class Value(Report):
 
 @dataclass(frozen=True, kw_only=True)
 class Located(Report):
-    """What of `Locate` is there as well."""
+    """The parts of `Locate` that this computer has."""
 
     found: tuple[int, ...]  # numbers of copies
 
@@ -256,7 +256,7 @@ class Probe(Request[Done]):
 
 @dataclass(frozen=True, kw_only=True)
 class Compare(Request[Compared]):
-    """Compare shared memory with the devices' own library, and go on by the faster one."""
+    """Compare shared memory with the devices' own library, and continue with the faster one."""
 
     report: ClassVar[type[Any]] = Compared
 
@@ -458,7 +458,7 @@ class Header:
     kind: str  # name of its class
     seq: int  # number of the command; 0 = the start
     nbytes: int  # of its tensors
-    seconds: float  # that the command may take; 0 = no matter
+    seconds: float  # that the command may take; 0 = no limit
     fields: dict[str, Any]
 
     @property

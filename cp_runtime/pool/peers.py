@@ -22,8 +22,8 @@ log = logging.getLogger("context_parallel")
 P2P_DISABLE = "NCCL_P2P_DISABLE"
 SHM = "/dev/shm"
 SHM_PER_RANK = 128 << 20  # bytes: a connection takes 10 MB per channel and direction, and a rank has some in each of its groups
-FASTER = 1.25  # times as fast as NCCL is what takes its place, for good
-PROBE = 1 << 18  # numbers that each rank sends each other one
+MIN_SPEEDUP = 1.25  # of shared memory over NCCL, to replace it: ranks that have left NCCL cannot return without a restart
+PROBE = 1 << 18  # numbers that each rank sends to each other rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,13 +70,13 @@ class BackendFallback:
     """
 
     def __init__(self, config: RuntimeConfig) -> None:
-        self._ranks, self._left, self.reason = config.world_size, connections(config), ""
+        self._ranks, self._remaining, self.reason = config.world_size, connections(config), ""
         self.may_compare, self.comparing = config.backend == "auto", False
 
     @property
     def current(self) -> Connection:
         """The way to take."""
-        return self._left[0]
+        return self._remaining[0]
 
     def next(self, why: str) -> bool:
         """Drop the current way, which failed, and go on to the next; False where there is none."""
@@ -84,24 +84,24 @@ class BackendFallback:
             self.comparing = self.may_compare = False
             log.warning("ranks did not exchange through shared memory (%s); they go on over %s", why, self.current)
             return True
-        if len(self._left) == 1:
+        if len(self._remaining) == 1:
             return False
-        self.reason = f"ranks did not connect over {self._left.pop(0)} ({why})"
+        self.reason = f"ranks did not connect over {self._remaining.pop(0)} ({why})"
         log.warning("%s; trying %s. %s", self.reason, self.current, shm_advice(self._ranks))
         return True
 
 
-_of_machines: dict[tuple[Any, ...], BackendFallback] = {}
+_fallbacks: dict[tuple[Any, ...], BackendFallback] = {}
 
 
 def fallback_of(config: RuntimeConfig) -> BackendFallback:
     """Return the ways to connect ranks on these devices. What has failed once in this process is not tried again."""
-    return _of_machines.setdefault((config.devices, *connections(config)), BackendFallback(config))
+    return _fallbacks.setdefault((config.devices, *connections(config)), BackendFallback(config))
 
 
 def forget_fallbacks() -> None:
     """Try everything again: the user starts again, perhaps after a repair."""
-    _of_machines.clear()
+    _fallbacks.clear()
 
 
 def without_peer_access(devices: Sequence[str]) -> list[str]:
@@ -110,7 +110,7 @@ def without_peer_access(devices: Sequence[str]) -> list[str]:
     return [f"{one} to {other}" for one, other in permutations(devices, 2) if not reaches(one, other)]
 
 
-def look_at_peers(devices: Sequence[str], way: Connection) -> bool:
+def check_peers(devices: Sequence[str], way: Connection) -> bool:
     """Return whether NCCL lets all GPUs reach each other's memory. Where it does not, warn of that, and of a /dev/shm that is too
     small."""
     pairs = without_peer_access(devices)
@@ -151,7 +151,7 @@ def compare(native: RankGroup, device: torch.device) -> float:
         if other.shared is not None:
             probe(other, device)
             shared = exchange_seconds(other, device)
-        return exchange_seconds(native, device) / shared  # now all ranks are done with the other group
+        return exchange_seconds(native, device) / shared  # a collective: behind it no rank uses the other group any more
     except (OSError, RuntimeError) as error:
         raise dist.DistBackendError(f"messages through shared memory: {error}") from error
     finally:

@@ -24,15 +24,15 @@ from .launcher import LogPump
 log = logging.getLogger("context_parallel")
 
 PROGRAM = Path(__file__).with_name("rank_program.py")
-_OWN = "CP_"  # names of variables that only our code reads, which a rank gets when it is told which one it is
+_OWN = "CP_"  # names of variables that only our code reads, which a rank gets when its number is assigned
 SAME_ORDER = {"PYTHONHASHSEED": "0"}  # of sets of strings, on all ranks
 
-Hear = Callable[[Frame | Malformed | None], None]
+OnFrame = Callable[[Frame | Malformed | None], None]
 """Takes what a rank sends, in the thread that reads it; at last None: it has ended."""
 
 
 class RankProcess:
-    """A child of this process that is a rank, or leads to one. It imports what ranks need, then waits to be told which one it is.
+    """A child of this process that is a rank, or leads to one. It imports what ranks need, then waits for its number.
 
     Attributes:
         log: takes what it prints.
@@ -48,7 +48,7 @@ class RankProcess:
         self.returncode: int | None = None
         self.error: Exception | None = None
         self._ended, self._lock = threading.Event(), threading.Lock()
-        self._hear: Hear = lambda frame: None
+        self._on_frame: OnFrame = lambda frame: None
         with LogPump("rank") as self.log:
             started: Future[tuple[int, Outbox]] = Future()
             threading.Thread(
@@ -72,13 +72,13 @@ class RankProcess:
         self.returncode = status
         self._ended.set()
 
-    def begin(self, spec: dict[str, Any], environment: dict[str, str], hear: Hear) -> None:
+    def begin(self, spec: dict[str, Any], environment: dict[str, str], on_frame: OnFrame) -> None:
         """Assign a rank to this process. `spec`: see `worker.Worker`."""
         self.log.name = f"rank {spec['rank']}"
         with self._lock:  # it may have ended, or been killed
-            self._hear = hear
+            self._on_frame = on_frame
             if self.returncode is not None:
-                hear(None)
+                on_frame(None)
         self.send(Frame(json.dumps({**spec, "environment": environment}).encode()))
 
     def send(self, frame: Frame) -> None:
@@ -96,8 +96,8 @@ class RankProcess:
         self._outbox.close()
         self.send_signal(system.KILL)
 
-    def greeted(self, reader: Reader) -> None:
-        """Take what comes before the frames of a rank."""
+    def read_greeting(self, reader: Reader) -> None:
+        """Read what precedes the frames of a rank."""
 
     def _run(self, started: Future[tuple[int, Outbox]], command: list[str], environment: dict[str, str]) -> None:
         """Start it, read what it sends, and wait for its end. This thread must not end before: see `system.die_with_parent`."""
@@ -109,17 +109,17 @@ class RankProcess:
         started.set_result((process.pid, outbox))
         try:
             reader = Reader(source)
-            self.greeted(reader)
+            self.read_greeting(reader)
             while (frame := reader.read()) is not None:
-                self._hear(frame)
+                self._on_frame(frame)
         except Malformed as error:
-            self._hear(error)
+            self._on_frame(error)
         finally:
             os.close(source)
         system.wait_for(process)
         with self._lock:
             self.ended(process.wait())
-            self._hear(None)
+            self._on_frame(None)
         outbox.close()
 
 
@@ -128,11 +128,11 @@ class LocalProcess(RankProcess):
 
     def __init__(self, site: WorkerSite, environment: dict[str, str]) -> None:
         command = [sys.executable, *interpreter_options(), "-u", str(PROGRAM)]
-        super().__init__(command, SAME_ORDER | environment, told(site))
+        super().__init__(command, SAME_ORDER | environment, site_message(site))
 
 
-def told(site: WorkerSite) -> dict[str, Any]:
-    """Return what a rank is told first."""
+def site_message(site: WorkerSite) -> dict[str, Any]:
+    """Return the first message to a rank, before it has a number."""
     return {"parent": os.getpid(), "path": site.path, "argv": site.argv, "preload": site.preload}
 
 

@@ -12,10 +12,10 @@ import torch
 from ..system import system
 
 DEVICES = Path("/sys/bus/pci/devices")
-HOST_THREADS = 4  # threads: what is left for the host are copies, and those of many threads wait for each other
+HOST_THREADS = 4  # the host only copies then, and copies by many threads wait for each other
 
 
-def stay_near(device: torch.device, ranks: int) -> None:
+def bind_near(device: torch.device, ranks: int) -> None:
     """Keep this thread, and those that it starts, to the cores near a device, and operations to a few threads unless the user says
     how many (`OMP_NUM_THREADS`). `ranks`: on this machine, beside ComfyUI.
 
@@ -24,17 +24,17 @@ def stay_near(device: torch.device, ranks: int) -> None:
     cores = system.cores()
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, min(HOST_THREADS, len(cores) // (ranks + 1))))
-    if near := _near(device) & cores:
+    if near := _cores_near(device) & cores:
         with contextlib.suppress(OSError):  # a container may forbid it
-            system.keep_to(near)
+            system.set_affinity(near)
 
 
-def _near(device: torch.device) -> set[int]:
+def _cores_near(device: torch.device) -> set[int]:
     """Return the cores of the node of memory that a GPU is connected to; none where the system does not say."""
     if device.type != "cuda":
         return set()
     known: Any = torch.cuda.get_device_properties(device)
-    # An older torch does not tell the address, and containers may hide the folder.
+    # An older torch does not know the address, and containers may hide the folder.
     with contextlib.suppress(AttributeError, OSError, ValueError):
         address = f"{known.pci_domain_id:04x}:{known.pci_bus_id:02x}:{known.pci_device_id:02x}.0"
         ranges = (part.split("-") for part in (DEVICES / address / "local_cpulist").read_text().strip().split(","))

@@ -48,6 +48,7 @@ class Watch:
     def look(self) -> None:
         """Correct the timer. To be called several times a second."""
         with self._lock:
+            # Not for less: each time faulthandler ends a thread and starts another.
             if abs(self._until - self._armed) > BEAT:
                 self._arm()
 
@@ -64,15 +65,15 @@ class Notes:
     stopped, or something holds the GIL.
 
     Args:
-        tell: sends a heartbeat, with the number of the command; 0 = none.
+        send: sends a heartbeat, with the number of the command; 0 = none.
         collectives: counts those that this rank has begun.
         load_timeout: seconds that a command may take, at least, in which a model is brought to the device.
     """
 
     def __init__(
-        self, tell: Callable[[Beat, int], None], collectives: Callable[[], int], watch: Watch, load_timeout: float
+        self, send: Callable[[Beat, int], None], collectives: Callable[[], int], watch: Watch, load_timeout: float
     ) -> None:
-        self._tell, self._collectives, self._watch, self._load_timeout = tell, collectives, watch, load_timeout
+        self._send, self._collectives, self._watch, self._load_timeout = send, collectives, watch, load_timeout
         self.modules, self._loaded, self._has_loaded, self._compiling = 0, -1, False, 0
         self._began = self._compiles_since = time.monotonic()
         self._command, self._seconds = 0, 0.0
@@ -108,7 +109,7 @@ class Notes:
             has_loaded=self._has_loaded,
             compiling=self._compiling,
         )
-        self._tell(beat, command)
+        self._send(beat, command)
 
     def _run(self) -> None:
         while True:

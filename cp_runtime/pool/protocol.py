@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..errors import ProtocolError, UnsentError
 
-ALIGNMENT = 64
+ALIGNMENT = 64  # bytes: a cache line, and a multiple of every dtype's size, which views need
 MAX_DEPTH = 100  # containers inside each other; below what Python's stack takes
 
 Tree = Any
@@ -68,7 +68,7 @@ def flatten(value: Any, store: Callable[[Tensor, str], Tree], path: str = "") ->
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else {"$float": str(value)}
-    if type(value) in (Tensor, torch.nn.Parameter):
+    if type(value) in (Tensor, torch.nn.Parameter):  # no subclass, which may be more than its numbers
         return store(value, path)
     if isinstance(value, torch.dtype):
         return {"$dtype": str(value).removeprefix("torch.")}
@@ -167,7 +167,7 @@ def read_tensor(block: Tensor, leaf: Tree) -> Tensor:
     return tensor_view(block, dtype, shape, offset)
 
 
-LARGEST = 2.0**63  # numbers from here on are not believed
+LARGEST = 2.0**63  # numbers from here on are refused
 
 
 def encode(value: Any) -> bytes:
@@ -261,5 +261,5 @@ def fields_of(kind: type) -> dict[str, Any]:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Return whether a value is a number to believe: finite, not negative, not huge, and no bool."""
+    """Return whether a value is a plausible number: finite, not negative, not huge, and no bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < LARGEST and math.isfinite(value)

@@ -1,4 +1,4 @@
-"""The program of a rank's process: imports what ranks need, then waits to be told which rank it is.
+"""The program of a rank's process: imports what ranks need, then waits for its rank's description.
 
 Run by file name, as `python rank_program.py`, by `processes.LocalProcess`; with `there`, on another computer, by ssh. Standard
 input and output are for frames; what a library prints goes to standard error. The folder of this file leaves `sys.path` at once:
@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 RANK_NAME = "cp-rank-"
 """What the kernel calls a rank's process, and `top` with it; its number follows."""
 PACKAGE = "cp_runtime"
-SILENT = 10.0  # seconds without a frame after which a rank on another computer ends: the network is cut
+SILENCE_LIMIT = 10.0  # seconds without a frame after which a rank on another computer ends: the network is cut
 WORKER = f"{PACKAGE}.pool.worker"
 
 
@@ -68,17 +68,17 @@ def run(there: bool) -> None:
     `there`: this computer is another one than ComfyUI's. The rank says first what is installed here.
     """
     if there:
-        import_by_name(f"{PACKAGE}.pool.there").be_child()
+        import_by_name(f"{PACKAGE}.pool.ssh_guard").fork_guarded()
     system = import_by_name(f"{PACKAGE}.system").system
     frames = import_by_name(f"{PACKAGE}.pool.frames")
     inbox = frames.Inbox(ended=lambda: system.exit_now(0), urgent=lambda frame: None, arrived=watch_start)
     if there:
-        inbox.end_without_word(SILENT)
+        inbox.end_on_silence(SILENCE_LIMIT)
     for stream in (sys.stdout, sys.stderr):  # pipes: elsewhere than in a terminal, not every system writes all letters
         stream.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]
     site = json.loads(inbox.get().header)
     system.die_with_parent(os.getppid() if there else site["parent"])
-    own = import_by_name(f"{PACKAGE}.pool.reached").prepare(inbox, site) if there else {}
+    own = import_by_name(f"{PACKAGE}.pool.remote").prepare(inbox, site) if there else {}
     system.name_process("cp-waiting")
     set_search_path(site["path"])
     sys.argv = site["argv"]

@@ -1,4 +1,4 @@
-"""The settings of users, which `RuntimeConfig.resolve` takes, a table: defaults, labels and limits."""
+"""The table of the user's settings, which `RuntimeConfig.resolve` takes: defaults, labels and limits."""
 
 from __future__ import annotations
 

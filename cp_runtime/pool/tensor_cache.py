@@ -18,8 +18,8 @@ from ..nested import map_tensors
 from .messages import Packed
 from .protocol import TensorPacker, Tree, flatten, read_tensor, unflatten
 
-LIMIT = 512 << 20  # bytes kept per rank
-SMALL = 4096  # bytes up to which a tensor is not worth keeping
+CACHE_LIMIT = 512 << 20  # bytes kept per rank
+MIN_CACHED = 4096  # bytes up to which a tensor is not worth keeping
 
 
 class CallEncoder:
@@ -37,13 +37,14 @@ class CallEncoder:
     def encode(self, arguments: dict[str, Any], changing: Set[str]) -> tuple[Tree, tuple[str, ...] | None, TensorPacker]:
         """Return the arguments as a tree, keys that ranks are to forget (None: all), and the tensors to send. Ranks do not keep
         those of `changing`, arguments that change with every call."""
+        # Until every rank has confirmed this message: one that fails before it unpacks lacks what `_kept` says from here on.
         start_over, self._in_step = not self._in_step, False
         if start_over:
             self._kept.clear()
         packer, used, on_host = TensorPacker(), set[str](), dict[int, Tensor]()
 
         def store(tensor: Tensor, path: str) -> Tree:
-            if tensor.nbytes <= SMALL or any(path.startswith(f"[{name!r}]") for name in changing):
+            if tensor.nbytes <= MIN_CACHED or any(path.startswith(f"[{name!r}]") for name in changing):
                 return packer.add(tensor, path)
             tensor = on_host.setdefault(id(tensor), tensor.to("cpu"))  # by object: the packer lays each out once
             key = self._find(path, tensor)
@@ -83,7 +84,7 @@ class CallEncoder:
         """Forget the least recently used tensors above the limit, never one in `used`; return their keys."""
         dropped, size = [], sum(kept.nbytes for _, kept in self._kept.values())
         for key in [key for key in self._kept if key not in used]:
-            if size > LIMIT:
+            if size > CACHE_LIMIT:
                 size -= self._kept.pop(key)[1].nbytes
                 dropped.append(key)
         return dropped

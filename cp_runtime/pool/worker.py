@@ -33,7 +33,7 @@ from ..engine.ranks.mesh import BatchMesh
 from ..errors import ProtocolError
 from ..system import system
 from ..system.processes import host_bytes
-from .blocks import LOOPBACK, HandedOn, SharedBlock
+from .blocks import LOOPBACK, Relay, SharedBlock
 from .cancel import CancelPoints
 from .frames import Buffer, Frame, Inbox
 from .launcher import name_limit
@@ -69,8 +69,8 @@ from .messages import (
     pack,
     unpack,
 )  # fmt: skip
-from .peers import FASTER, compare, probe
-from .processors import stay_near
+from .peers import MIN_SPEEDUP, compare, probe
+from .processors import bind_near
 from .progress import Notes, Watch
 from .protocol import TensorPacker, flatten
 from .tensor_cache import TensorCache
@@ -107,12 +107,13 @@ class Worker:
         self.device = torch.device(spec["device"])
         self.inbox, self._watch = inbox, Watch()
         self._blocks = _open_blocks(spec)
-        self._handed: HandedOn | None = None
-        self._feeds = False  # it hands bytes on, to the other ranks of its computer
+        self._relay: Relay | None = None
+        self._is_relay = False  # it passes bytes on to the other ranks of its computer
         self._result: Tensor | None = None  # for the controller, if no memory is shared
         self.cancel_points, self.stats = CancelPoints(), CommStats()
-        self._runs = False  # the call is left at runs of its forward
-        self.notes = Notes(self._tell, lambda: self.stats.collectives, self._watch, spec["load_timeout"])
+        self._runs = False  # cancel points are runs of the forward, not modules
+        self.notes = Notes(self._send, lambda: self.stats.collectives, self._watch, spec["load_timeout"])
+        # In the thread that reads: a Cancel right behind a call must not meet the cancel points of the call before.
         inbox.urgent, inbox.arrived = self._urgent, lambda frame: self.cancel_points.restart()
         self.spec, self.timeout = spec, timedelta(seconds=spec["collective_timeout"])
         self.cache = TensorCache(self.device)
@@ -129,7 +130,7 @@ class Worker:
         if self.device.type != "cpu":
             torch.get_device_module(self.device).set_device(self.device)
             machines = self.spec["machines"] or [""] * self.world_size
-            stay_near(self.device, machines.count(machines[self.rank]))
+            bind_near(self.device, machines.count(machines[self.rank]))
         if self.spec["service"]:  # after the device is set: ComfyUI looks at it when it is imported
             module = importlib.import_module(f"{__package__.partition('.')[0]}.{self.spec['service']}")
             self._handlers |= module.make_service(self)
@@ -142,20 +143,20 @@ class Worker:
             self._store = dist.FileStore(system.store_path(system.foreign_fd(*self.spec["store"])), self.world_size)
         self._join(self.spec["backend"])
         if self.spec.get("host"):
-            self._open_handed()
-        return Connected(handed=self._handed is not None and not self._feeds)
+            self._open_relay()
+        return Connected(relayed=self._relay is not None and not self._is_relay)
 
-    def _open_handed(self) -> None:
-        """Have the first rank of another computer hand the bytes of messages on to the others there."""
+    def _open_relay(self) -> None:
+        """Let the first rank of another computer pass the bytes of messages on to the others there."""
         machines, host = self.spec["machines"], self.spec["host"]
         first, key = machines.index(host), f"handed on by {host}"
-        self._feeds = self.rank == first and machines.count(host) > 1
-        if self._feeds:
-            self._handed = HandedOn()
-            self._store.set(key, json.dumps(self._handed.address))
+        self._is_relay = self.rank == first and machines.count(host) > 1
+        if self._is_relay:
+            self._relay = Relay()
+            self._store.set(key, json.dumps(self._relay.address))
         elif self.rank != first:
             try:
-                self._handed = HandedOn(tuple(json.loads(self._store.get(key))))
+                self._relay = Relay(tuple(json.loads(self._store.get(key))))
             except OSError as error:
                 log.warning("no memory is shared with rank %d (%s): tensors cross the network twice", first, error)
 
@@ -164,7 +165,7 @@ class Worker:
             raise dist.DistBackendError(f"this torch has no {backend}")
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore(backend, self._store),
+            store=dist.PrefixStore(backend, self._store),  # a second world must not find the keys of the first
             rank=self.rank,
             world_size=self.world_size,
             timeout=self.timeout,
@@ -177,7 +178,8 @@ class Worker:
 
     def _compare(self, *_: Any) -> Compared:
         speed = compare(self.mesh.whole, self.device)
-        if speed > FASTER:  # torch would have other ranks split NCCL's group for each of gloo that does not have all ranks
+        if speed > MIN_SPEEDUP:
+            # A new world: torch makes a gloo group inside NCCL's world by splitting it, and ranks outside of the group would hang.
             dist.destroy_process_group()
             self._join("gloo")
         return Compared(speed=speed)
@@ -222,9 +224,9 @@ class Worker:
         self.notes.begin()
         self._watch.until(0.0)
         result, self._result = self._result, None
-        self._tell(report, header.seq, b"" if result is None else result.numpy().data)
+        self._send(report, header.seq, b"" if result is None else result.numpy().data)
 
-    def _tell(self, message: Message, seq: int = 0, body: Buffer = b"") -> None:
+    def _send(self, message: Message, seq: int = 0, body: Buffer = b"") -> None:
         self.inbox.send(Frame(pack(message, seq), body))
 
     def _next(self) -> Frame:
@@ -240,7 +242,7 @@ class Worker:
         header = unpack(frame.header)
         match header.message:
             case Cancel():
-                self._tell(Arrived(place=self.cancel_points.ask()), header.seq)
+                self._send(Arrived(place=self.cancel_points.ask()), header.seq)
             case Leave(place=place):
                 self.cancel_points.decide(place)
 
@@ -250,12 +252,12 @@ class Worker:
         if KINDS[header.kind] not in self._handlers:
             raise ProtocolError(f"unknown command {header.kind!r}")
         if self._blocks is None:
-            if self._handed is not None and header.nbytes and not self._feeds:
-                return self._handed.get(header.seq, header.nbytes)
+            if self._relay is not None and header.nbytes and not self._is_relay:
+                return self._relay.get(header.seq, header.nbytes)
             if not header.nbytes <= len(body):
                 raise ProtocolError(f"a message of {header.nbytes} bytes with {len(body)} bytes")
-            if self._feeds and len(body):
-                cast(HandedOn, self._handed).put(header.seq, body)
+            if self._is_relay and len(body):
+                cast(Relay, self._relay).put(header.seq, body)
             return torch.frombuffer(body, dtype=torch.uint8) if len(body) else torch.empty(0, dtype=torch.uint8)
         request, _ = self._blocks
         if not 0 <= header.nbytes <= max(request.size, mmap.PAGESIZE):
@@ -274,7 +276,7 @@ class Worker:
             ProtocolError: there is no such memory.
         """
         if self._blocks is None:
-            return block.clone() if self._handed is not None and not self._feeds else block  # the next message comes there
+            return block.clone() if self._relay is not None and not self._is_relay else block  # the next message comes there
         return torch.frombuffer(self._map(memory, own=True), dtype=torch.uint8)
 
     def mapped(self, blocks: Sequence[Block]) -> list[mmap.mmap] | None:
@@ -424,5 +426,6 @@ def run(spec: dict[str, Any], inbox: Inbox) -> None:
     # ComfyUI logs the same on every rank while it is imported and loads; only its warnings differ.
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s|%(message)s", force=True)
     logging.getLogger("context_parallel").setLevel(spec["log_level"])
+    # Not inference mode, in which torch does not count changes in place: `CallState.once` needs them.
     torch.set_grad_enabled(False)
     Worker(spec, inbox).serve()

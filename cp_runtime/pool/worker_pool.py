@@ -49,25 +49,27 @@ from .messages import (
     pack,
     unpack,
 )  # fmt: skip
-from .peers import FASTER, Connection, fallback_of, look_at_peers
+from .peers import MIN_SPEEDUP, Connection, check_peers, fallback_of
 from .processes import WAITING, RankProcess
 from .progress import Progress
 from .protocol import TensorPacker, read_tensor, unflatten
-from .reached import INTERFACES
+from .remote import INTERFACES
 
 log = logging.getLogger("context_parallel")
 
 IMPORTING, CONNECTING = "importing", "connecting"
-ACROSS = 9.0  # seconds that ranks of several machines have to connect: a firewall that drops packets gives no other answer
-PROBING = 10.0  # seconds that ranks have for the first messages over their devices' library
-COMPARING = 10.0  # seconds that they have to compare it with shared memory
-STOOD_STILL = 0.5  # seconds between two looks, after which this process was stopped, or had no processor
-READING = 0.5  # seconds that the threads which read have, after that, for what ranks sent meanwhile
-TICK = 0.02  # seconds between two looks at the caller's Cancel
+# Seconds that ranks of several machines have to connect: a firewall that drops packets gives no other answer.
+REMOTE_CONNECT_TIMEOUT = 9.0
+PROBE_TIMEOUT = 10.0  # seconds that ranks have for the first messages over their devices' library
+COMPARE_TIMEOUT = 10.0  # seconds that they have to compare it with shared memory
+# A gap of this many seconds between two polls means that this process was stopped, or starved. Ranks that have reported meanwhile
+# are not late: the threads that read get `DRAIN` seconds to bring their reports.
+STALL, DRAIN = 0.5, 0.5
+CANCEL_POLL = 0.02  # seconds between two polls for the caller's Cancel
 SHUTDOWN_GRACE = 5.0
 
 
-Heard = queue.SimpleQueue[tuple[int, Header | Exception | None, Buffer]]
+Messages = queue.SimpleQueue[tuple[int, Header | Exception | None, Buffer]]
 """Messages of ranks: the rank; a header, its error, or None at the end of the rank; the bytes behind the header."""
 
 
@@ -118,10 +120,10 @@ class WorkerPool:
 
     def _open(self) -> None:
         self.shared = Shared()
-        self._heard: Heard = queue.SimpleQueue()
+        self._messages: Messages = queue.SimpleQueue()
         self._progress = [(0, Progress())] * self.world_size  # the command that it is of, and the progress
         self.apart: set[int] = set()
-        self._fed: set[int] = set()  # those of them that get bytes in frames, to hand them on where others do not
+        self._piped: set[int] = set()  # those of them that get bytes in frames, some to pass them on: see `blocks.Relay`
         self._result: Buffer = b""
 
     def start(self, cancelled: Callable[[], bool] | None = None) -> None:
@@ -134,7 +136,8 @@ class WorkerPool:
         if self.config.shares_accelerators:
             log.warning("ranks share an accelerator: that is for checking results; one rank alone is faster")
         self.since = time.time()
-        with self._doing("start"):
+        with self._running("start"):
+            # One way to connect after the other, each with new processes: those of one that failed may hang in it.
             while not self.alive:
                 try:
                     self._start(self.fallback.current, cancelled)
@@ -165,20 +168,21 @@ class WorkerPool:
         with starting():
             self._start_processes(way)
         self.apart = {rank for rank, report in enumerate(step(Import())) if not report.shares}
-        self._fed = set(self.apart)
+        self._piped = set(self.apart)
         self.stage = CONNECTING
-        self.peer_to_peer = look_at_peers(self.config.local, way) if way.backend == "nccl" else None
-        limit = min(self._connect_timeout, ACROSS if self.hosts else math.inf)
+        self.peer_to_peer = check_peers(self.config.local, way) if way.backend == "nccl" else None
+        limit = min(self._connect_timeout, REMOTE_CONNECT_TIMEOUT if self.hosts else math.inf)
         port = self.shared.store_port(self.world_size) if self.apart else 0
+        # Only ways that are known to hang have a limit of their own: devices' libraries, and networks.
         connected = step(Connect(port=port), *((CONNECTING, limit) if self.hosts or way.backend == self.config.native else ()))
-        self._fed -= {rank for rank, report in enumerate(connected) if report.handed}
+        self._piped -= {rank for rank, report in enumerate(connected) if report.relayed}
         if way.backend != "gloo":
-            step(Probe(), CONNECTING, min(PROBING, self._connect_timeout))
+            step(Probe(), CONNECTING, min(PROBE_TIMEOUT, self._connect_timeout))
         backend = way.backend
         if self.peer_to_peer is False and self.fallback.may_compare and not self.hosts:
             self.fallback.comparing = True
-            speed = step(Compare(), CONNECTING, min(COMPARING, self._connect_timeout))[0].speed
-            self.fallback.comparing = speed > FASTER  # and while they first use it
+            speed = step(Compare(), CONNECTING, min(COMPARE_TIMEOUT, self._connect_timeout))[0].speed
+            self.fallback.comparing = speed > MIN_SPEEDUP  # and while they first use it
             if self.fallback.comparing:
                 backend = "gloo"
                 self.chosen = f"exchanges through shared memory are {speed:.1f} × as fast as over {way}"
@@ -198,32 +202,33 @@ class WorkerPool:
     def _send(self, request: Request[Any], seconds: float, nbytes: int = 0, kept: Tensor | None = None) -> None:
         """Send a command with a time limit to all ranks. `nbytes`: of its tensors in shared memory. `kept`: see `request`."""
         seq, left = self._seq + 1, max(1e-3, seconds)
-        mapped = fed = handed = Frame(pack(request, seq, nbytes, left))
+        mapped = piped = relayed = Frame(pack(request, seq, nbytes, left))
         if self.apart:
             block = self.shared.request.view(nbytes) if kept is None else kept
-            handed = Frame(pack(request, seq, block.numel(), left))
-            fed = Frame(handed.header, block.numpy().data)
+            relayed = Frame(pack(request, seq, block.numel(), left))
+            piped = Frame(relayed.header, block.numpy().data)
         self._seq, self.waiting_for = seq, list(range(self.world_size))
         for rank, process in enumerate(self.processes):
-            process.send(fed if rank in self._fed else handed if rank in self.apart else mapped)
+            process.send(piped if rank in self._piped else relayed if rank in self.apart else mapped)
 
-    def _tell(self, message: Message) -> None:
+    def _broadcast(self, message: Message) -> None:
         """Send all ranks an urgent message about the current command."""
         frame = Frame(pack(message, self._seq), urgent=True)
         for process in self.processes:
             process.send(frame)
 
-    def _hear(self, heard: Heard, rank: int, frame: Frame | Malformed | None) -> None:
+    def _on_frame(self, messages: Messages, rank: int, frame: Frame | Malformed | None) -> None:
         """Take a message of a rank, in the thread that reads it."""
         try:
             header = unpack(frame.header) if isinstance(frame, Frame) else None
+            # Ten a second from every rank: only the last one counts, so they do not go through the queue.
             if header is not None and header.kind == Beat.__name__:
                 self._progress[rank] = header.seq, Progress(cast(Beat, header.message), time.monotonic())
             else:
                 body = frame.body if isinstance(frame, Frame) else b""
-                heard.put((rank, ProtocolError(f"rank {rank}: {frame}") if isinstance(frame, Malformed) else header, body))
+                messages.put((rank, ProtocolError(f"rank {rank}: {frame}") if isinstance(frame, Malformed) else header, body))
         except ProtocolError as error:
-            heard.put((rank, error, b""))
+            messages.put((rank, error, b""))
 
     def progress(self, rank: int) -> Progress:
         """Return the progress of a rank in the current command. From any thread."""
@@ -268,7 +273,7 @@ class WorkerPool:
         packer, command = packer or TensorPacker(), request.command
         timeout = self.load_timeout if timeout is None else timeout
         before = self._seq
-        with self._doing(command, request.brief), self.named_errors(command):
+        with self._running(command, request.brief), self.named_errors(command):
             self._sent = packer.nbytes
             packer.write(self.shared.request.view(packer.nbytes))
             try:
@@ -283,7 +288,7 @@ class WorkerPool:
                 raise
 
     @contextlib.contextmanager
-    def _doing(self, what: str, brief: bool = False) -> Iterator[None]:
+    def _running(self, what: str, brief: bool = False) -> Iterator[None]:
         self.waiting_for, self.command = list(range(self.world_size)), what
         try:
             yield
@@ -361,9 +366,9 @@ class WorkerPool:
             device, only = system.visibility_env(split_device(self.config.devices[rank])[1])
             spec = self._spec(rank, way) | {"device": device}
             own = environment | way.environment | across | only | (as_host(rank) if as_hosts else {})
-            hear = partial(self._hear, self._heard, rank)
+            on_frame = partial(self._on_frame, self._messages, rank)
             if rank < local:
-                here[rank].begin(spec, own, hear)
+                here[rank].begin(spec, own, on_frame)
             else:
                 first = self.config.machines.index(machine) == rank
                 port = self.shared.store_port(self.world_size) if first else 0
@@ -371,7 +376,7 @@ class WorkerPool:
                     machine, self.site, {name: own[name] for name in OF_NCCL.keys() & own} | way.environment, port
                 )
                 self.processes[rank : rank + 1] = [process]
-                process.begin(spec | {"host": machine}, way.environment | only, hear)
+                process.begin(spec | {"host": machine}, way.environment | only, on_frame)
 
     def _spec(self, rank: int, way: Connection) -> dict[str, Any]:
         return {
@@ -401,14 +406,14 @@ class WorkerPool:
         times, woken = ModuleTimes(), -math.inf
         while True:
             before, now = now, time.monotonic()
-            woken = now if now - before > STOOD_STILL else woken
-            heard = self._look()
-            for rank, header, body in heard:
+            woken = now if now - before > STALL else woken
+            messages = self._poll_messages()
+            for rank, header, body in messages:
                 if isinstance(header, Exception):
                     raise header
                 if header is None:
                     collection.died(rank, time.monotonic())
-                elif header.seq == self._seq:
+                elif header.seq == self._seq:  # else it is late: `Arrived` for a call that ended as it was cancelled
                     message = header.message
                     if isinstance(message, Arrived):
                         collection.arrived(rank, message.place)
@@ -426,23 +431,23 @@ class WorkerPool:
             times.note({rank: each.modules for rank, each in at.items()}, now)
             if self._aborted:
                 collection.abort()
-            step = collection.tick(now, quiet=not heard and now - woken > READING, compiling=compiling)
+            step = collection.tick(now, quiet=not messages and now - woken > DRAIN, compiling=compiling)
             if isinstance(step, Outcome):
                 return self._conclude(step, what, timeout)
             if isinstance(step, SendLeave):
-                self._tell(Leave(place=step.place))
+                self._broadcast(Leave(place=step.place))
             if cancelled is not None and cancelled():
                 step = collection.cancel(now, times.longest)
                 if isinstance(step, SendCancel):
-                    self._tell(Cancel())
+                    self._broadcast(Cancel())
 
-    def _look(self) -> list[tuple[int, Header | Exception | None, Buffer]]:
+    def _poll_messages(self) -> list[tuple[int, Header | Exception | None, Buffer]]:
         """Return the messages of ranks; wait a moment for the first."""
         found = []
         with contextlib.suppress(queue.Empty):
-            found.append(self._heard.get(timeout=TICK))
+            found.append(self._messages.get(timeout=CANCEL_POLL))
             while True:
-                found.append(self._heard.get_nowait())
+                found.append(self._messages.get_nowait())
         return found
 
     def _conclude(self, outcome: Outcome, what: str, timeout: float) -> list[Report]:

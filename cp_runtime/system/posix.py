@@ -21,20 +21,22 @@ HAS_DEVICE_BACKENDS = True
 """Whether torch has libraries for messages between devices, such as NCCL."""
 BROKEN_GLOO: tuple[tuple[int, int], ...] = ()
 """Versions of torch whose gloo connects no ranks."""
-READ_AT_ONCE = os.O_RDONLY | os.O_NONBLOCK
+OPEN_NONBLOCKING = os.O_RDONLY | os.O_NONBLOCK
 """For `os.open`: no waiting where a name turns out to be a pipe's."""
 PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
 """For `mmap.mmap`: memory of this process alone."""
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
-_NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which `mmap` names from Python 3.13 on
+# MAP_NORESERVE of Linux, which `mmap` names from Python 3.13 on. Without it a private map of a model counts against the commit
+# limit, once per rank.
+_NO_RESERVE = 0x4000
 _libc = ctypes.CDLL(None, use_errno=True)  # gives up the GIL meanwhile
-_quick = ctypes.PyDLL(None)
+_libc_with_gil = ctypes.PyDLL(None)  # for calls that return at once: giving up the GIL would take longer than they do
 
 
 # Memory
 
 
-_AT_ONCE = 1 << 28  # bytes of a write
+_MAX_WRITE = 1 << 28  # bytes of a write
 
 
 def memory_fd(name: str = "context-parallel") -> int:
@@ -44,7 +46,7 @@ def memory_fd(name: str = "context-parallel") -> int:
 
 
 def reserve(fd: int, size: int, start: int = 0) -> None:
-    """Have a file of memory be this large, which has pages below `start`. Raises OSError: without room, and not by a signal at the
+    """Grow a memory file to `size`; it has pages below `start`. Raises OSError where there is no room, rather than a signal at the
     first write."""
     os.posix_fallocate(fd, start, size - start)
 
@@ -52,7 +54,7 @@ def reserve(fd: int, size: int, start: int = 0) -> None:
 def write_at(fd: int, data: memoryview, start: int) -> None:
     """Write bytes into a file. Raises OSError: there is no room."""
     while data:
-        count = os.pwrite(fd, data[:_AT_ONCE], start)
+        count = os.pwrite(fd, data[:_MAX_WRITE], start)
         data, start = data[count:], start + count
 
 
@@ -177,6 +179,7 @@ def die_with_parent(parent: int) -> None:
     That takes the end of the parent's thread that started this one.
     """
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # A parent that ended before that call sends no signal any more.
     if os.getppid() != parent:
         os._exit(1)
 
@@ -185,12 +188,12 @@ send_signal = os.kill
 
 
 def exit_now(code: int) -> NoReturn:
-    """End this process without anything that could hang."""
+    """End this process without destructors and exit handlers, which could hang."""
     os._exit(code)
 
 
 def name_process(name: str) -> None:
-    """Have `ps` and the like call this process by a name."""
+    """Set the name that `ps` shows for this process."""
     _libc.prctl(_PR_SET_NAME, name.encode())
 
 
@@ -208,7 +211,7 @@ def allow_open_files() -> None:
 
 
 def name_of_exit(code: int) -> str:
-    """Return the name of what ended a process by its `Popen.returncode`; empty where it ended by itself."""
+    """Return the name of the signal behind a `Popen.returncode`; empty where the process ended by itself."""
     # Real-time signals have no name.
     return "" if code >= 0 else signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
 
@@ -218,7 +221,7 @@ def cores() -> set[int]:
     return os.sched_getaffinity(0)
 
 
-def keep_to(numbers: set[int]) -> None:
+def set_affinity(numbers: set[int]) -> None:
     """Keep this thread, and those that it starts, to some cores. Raises OSError: a container may forbid it."""
     os.sched_setaffinity(0, numbers)
 
@@ -286,19 +289,19 @@ class Semaphores:
 
     def __init__(self) -> None:
         address = ctypes.c_void_p
-        self._init = _function(_quick, "sem_init", address, ctypes.c_int, ctypes.c_uint)
+        self._init = _function(_libc_with_gil, "sem_init", address, ctypes.c_int, ctypes.c_uint)
         self._wait = _function(_libc, "sem_clockwait", address, ctypes.c_int, ctypes.POINTER(_Time))
-        self.post = _function(_quick, "sem_post", address)
-        self._try = _function(_quick, "sem_trywait", address)
+        self.post = _function(_libc_with_gil, "sem_post", address)
+        self._try = _function(_libc_with_gil, "sem_trywait", address)
 
     def make(self, address: int) -> int:
-        """Make one in 32 bytes; return what the other methods take. Raises OSError."""
+        """Make one in 32 bytes; return its handle for the other methods. Raises OSError."""
         if self._init(address, 1, 0):
             raise OSError("no semaphores between processes")
         return address
 
     def open(self, address: int, owner: int) -> int:
-        """Return what the other methods take, for one that a process has made."""
+        """Return the handle of one that another process has made."""
         return address
 
     def try_take(self, semaphore: int) -> bool:
@@ -328,8 +331,8 @@ class Process:
 
     @property
     def has_ended(self) -> bool:
-        """Whether its parent can know it, too. The first thread of a killed process has ended long before its memory is freed, by
-        the last one."""
+        """Whether its parent can see it, too: of a killed process the first thread ends long before the last one, which frees the
+        memory."""
         try:
             with open(os.open("stat", os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._folder), "rb") as file:
                 first_has = file.read().rpartition(b") ")[2][:1] in b"ZX"

@@ -24,7 +24,7 @@ from .interfaces import interface_of
 
 HAS_DEVICE_BACKENDS = False
 BROKEN_GLOO = ((2, 8), (2, 9), (2, 10))  # "unsupported gloo device": https://github.com/pytorch/pytorch/issues/150381
-READ_AT_ONCE = os.O_RDONLY
+OPEN_NONBLOCKING = os.O_RDONLY
 PRIVATE: dict[str, int] = {}
 NONE: Mapping[str, Any] = {}
 KILL = 9  # `os.kill` ends a process with this status
@@ -34,8 +34,7 @@ _KILL_ON_JOB_CLOSE, _EXTENDED_LIMITS = 0x2000, 9
 _WAIT_TIMEOUT = 258
 _ENVIRONMENT = dict(os.environ)
 _STORE = "context-parallel-store-"
-_MOST = 0x7FFFFFFF  # count of a semaphore
-_BEAT, _SILENT = 0.1, 2.0  # seconds between two looks for a message; without one, something holds the GIL
+_MAX_COUNT = 0x7FFFFFFF  # count of a semaphore
 _kernel = ctypes.WinDLL("kernel32", use_last_error=True)  # gives up the GIL meanwhile
 
 
@@ -91,7 +90,7 @@ def _foreign(pid: int, handle: int) -> int:
 # Memory
 
 
-_AT_ONCE = 1 << 28  # bytes of a write
+_MAX_WRITE = 1 << 28  # bytes of a write
 
 
 def memory_fd(name: str = "context-parallel") -> int:
@@ -108,7 +107,7 @@ def reserve(fd: int, size: int, start: int = 0) -> None:
 def write_at(fd: int, data: memoryview, start: int) -> None:
     os.lseek(fd, start, os.SEEK_SET)
     while data:
-        data = data[os.write(fd, data[:_AT_ONCE]) :]
+        data = data[os.write(fd, data[:_MAX_WRITE]) :]
 
 
 def shrink(fd: int, size: int) -> None:
@@ -272,7 +271,7 @@ def cores() -> set[int]:
     return set(range(os.cpu_count() or 1))
 
 
-def keep_to(numbers: set[int]) -> None:
+def set_affinity(numbers: set[int]) -> None:
     raise OSError("nothing says which cores are near a device")
 
 
@@ -344,7 +343,7 @@ class Semaphores:
     """Semaphores of the kernel. What processes map holds the owner's handle."""
 
     def make(self, address: int) -> int:
-        semaphore = _create_semaphore(None, 0, _MOST, None)
+        semaphore = _create_semaphore(None, 0, _MAX_COUNT, None)
         ctypes.c_int64.from_address(address).value = semaphore
         return int(semaphore)
 

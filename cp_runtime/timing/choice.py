@@ -16,10 +16,10 @@ from ..engine.ranks.sharding import Shares
 from ..recent import Recent
 from .times import Times, digest, least
 
-SHORT = 1.0  # seconds; a try of a longer call on one device costs more than it may gain, and Measure shows it on request
-HOPELESS = 2.0  # times the best: a first run slower than this is not repeated
-WARM_UP = 2.0  # seconds of it, on all ranks, that may be for connections
-KINDS = 192  # kinds of calls to remember, each for some ranks
+SHORT_CALL = 1.0  # seconds; a try of a longer call on one device costs more than it may gain, and Measure shows it on request
+HOPELESS_RATIO = 2.0  # times the best: a first run slower than this is not repeated
+WARM_UP = 2.0  # seconds of a first run on all ranks that it may have spent on connecting
+KINDS = 192  # entries: a kind of call has up to three, one for each candidate
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,14 @@ class Chooser:
         able = [count for count in reversed(self.candidates(ranks)) if count == ranks.most or can(count)]
         measured = self._measured(kind, ranks, able)
         shortest = min((seconds for seconds, _ in measured.values()), default=inf)
+        # Largest first: all ranks, those of this computer, one.
         for count in able:
-            if count not in measured and (count in (ranks.most, self._own) or shortest < SHORT):
+            if count not in measured and (count in (ranks.most, self._own) or shortest < SHORT_CALL):
                 return count
+        # A first run warms up, so nobody is judged by it who may still win.
         for count, (seconds, samples) in measured.items():
             cold = WARM_UP if count == ranks.most else 0.0
-            if samples == 1 and seconds < HOPELESS * shortest + cold:
+            if samples == 1 and seconds < HOPELESS_RATIO * shortest + cold:
                 return count
         return min(measured, key=lambda count: measured[count])
 
@@ -89,14 +91,14 @@ class Chooser:
 
     def described(self, kind: str, ranks: Ranks, count: int) -> dict[str, Any]:
         """Return the report's entry on the choice of a finished call: the ranks at work, and the best of the others."""
-        told: dict[str, Any] = {"ranks": count, "of": ranks.size, "alternative": None}
+        entry: dict[str, Any] = {"ranks": count, "of": ranks.size, "alternative": None}
         others = self._measured(kind, ranks, self.candidates(ranks))
         own = others.pop(count, None)
         if own is not None and others:
             best = min(others, key=lambda other: others[other])
-            told["seconds"], seconds = own[0], others[best][0]
-            told["alternative"] = {"ranks": best, "seconds": seconds, "times": seconds / own[0]}
-        return told
+            entry["seconds"], seconds = own[0], others[best][0]
+            entry["alternative"] = {"ranks": best, "seconds": seconds, "times": seconds / own[0]}
+        return entry
 
     def _measured(self, kind: str, ranks: Ranks, counts: list[int]) -> dict[int, tuple[float, int]]:
         """Return (seconds, number of measurements) for numbers of ranks. A single time from before the ranks started does not

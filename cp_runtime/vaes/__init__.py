@@ -33,7 +33,7 @@ TABLES = (
     RowPlan(
         family="LTXV",
         model_class="comfy.ldm.lightricks.vae.causal_video_autoencoder.VideoVAE",
-        least=2,
+        least=2,  # its padding reflects the row behind the first one
         budget="get_max_chunk_size",
         refuses=draws_noise,
     ),

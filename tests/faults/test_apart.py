@@ -46,7 +46,7 @@ def test_bytes_are_handed_on_to_the_other_ranks_of_a_host(apart, tmp_path, monke
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     with small_pool(4, devices="cpu,cpu,pc/cpu,pc/cpu") as pool:
         assert pool.apart == {2, 3}
-        assert pool._fed == ({2, 3} if apart else {2})
+        assert pool._piped == ({2, 3} if apart else {2})
         sent = {rank: [] for rank in (2, 3)}
         for rank, frames in sent.items():
             send = pool.processes[rank].send

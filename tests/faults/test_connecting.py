@@ -29,7 +29,7 @@ def machine(monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
-    monkeypatch.setattr(peers, "_of_machines", {})
+    monkeypatch.setattr(peers, "_fallbacks", {})
     return lambda link: monkeypatch.setenv(stand_in.LINK, link)
 
 
@@ -83,7 +83,7 @@ def test_a_restart_tries_again_what_was_given_up(machine, monkeypatch):
     workers.pool.start()
     assert workers.pool.backend == "gloo"
     machine("slow")
-    monkeypatch.setattr(worker_pool, "PROBING", 2.5)
+    monkeypatch.setattr(worker_pool, "PROBE_TIMEOUT", 2.5)
     assert controller.restart().result(60)
     pool = controller.workers.pool
     try:

@@ -58,7 +58,7 @@ def test_a_rank_dies_right_after_its_hello():
 
     def kill_rank_0_after_all_hellos() -> bool:
         if not killed:
-            wait_for(lambda: pool._heard.qsize() >= len(pool.waiting_for))  # what others sent was taken
+            wait_for(lambda: pool._messages.qsize() >= len(pool.waiting_for))  # what others sent was taken
             killed.append(pool.processes[0])
             pool.processes[0].kill()
             pool.processes[0].wait()
@@ -78,7 +78,7 @@ def test_progress_is_of_the_command_that_runs():
     pool.command, pool._seq = "call", 3
 
     def modules_after(seq: int) -> int:
-        pool._hear(pool._heard, 0, Frame(pack(Beat(modules=5), seq)))
+        pool._on_frame(pool._messages, 0, Frame(pack(Beat(modules=5), seq)))
         return pool.progress(0).at.modules
 
     assert [modules_after(seq) for seq in (0, 2, 3)] == [0, 0, 5]

@@ -47,7 +47,7 @@ PROCESSES = {
     ("cp_runtime/pool/blocks.py", "store_port", "torch.distributed.TCPStore"): "the same: nothing in it is unpickled",
     ("cp_runtime/comfy/rank/objects.py", "find_class", "?.find_class"): "of the one reader: it knows this package's own functions",
     ("cp_runtime/pool/worker.py", "_connect", "torch.distributed.TCPStore"): "its client",
-    ("cp_runtime/pool/there.py", "be_child", "os.fork"): "before anything is imported; the rank runs no other program",
+    ("cp_runtime/pool/ssh_guard.py", "fork_guarded", "os.fork"): "before anything is imported; the rank runs no other program",
 }
 
 

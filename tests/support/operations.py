@@ -80,7 +80,7 @@ def record() -> list[Entry]:
 
 
 def _group_of(found: Exchange) -> Any:
-    return next(group for group, each in exchange._of_groups.items() if each is found)
+    return next(group for group, each in exchange._exchanges.items() if each is found)
 
 
 def _ranks(group: Any) -> list[int]:

@@ -9,7 +9,7 @@ import torch
 
 from cp_runtime.errors import PoolError
 from cp_runtime.pool import blocks
-from cp_runtime.pool.blocks import HandedOn, Shared, SharedBlock
+from cp_runtime.pool.blocks import Relay, Shared, SharedBlock
 from cp_runtime.system import system
 
 
@@ -32,8 +32,8 @@ def test_shared_block_grows_and_shrinks_under_both_mappings():
 
 def test_bytes_of_a_message_are_handed_on(monkeypatch):
     monkeypatch.setattr(blocks, "KEEP_BYTES", 1 << 20)
-    first = HandedOn()
-    second = HandedOn(first.address)
+    first = Relay()
+    second = Relay(first.address)
     large, small = bytes(range(256)) * (5 << 12), b"abc"
     with ThreadPoolExecutor() as threads:
         for seq, body in ((3, small), (4, large), (9, bytearray(small)), (10, large)):

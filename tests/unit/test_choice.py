@@ -2,7 +2,7 @@
 
 import pytest
 
-from cp_runtime.controller.placement import LIMIT, Shortages
+from cp_runtime.controller.placement import SHORTAGES_KEPT, Shortages
 from cp_runtime.engine.ranks.config import SequenceSettings
 from cp_runtime.timing.choice import Chooser, Ranks
 from cp_runtime.timing.times import Times
@@ -142,9 +142,9 @@ def test_what_is_said_about_a_choice(times):
 
 def test_what_ran_out_of_memory_is_forgotten_when_there_is_too_much_of_it():
     shortages = Shortages()
-    for number in range(LIMIT + 1):
+    for number in range(SHORTAGES_KEPT + 1):
         shortages.note(("cuda:0",), f"model {number}", "whole")
         shortages.note(("cuda:0",), "model 0", "sharded")
     assert shortages.of(("cuda:0",), "model 0") == {"whole", "sharded"}
     assert shortages.of(("cuda:0",), "model 1") == set()
-    assert shortages.of(("cuda:0",), f"model {LIMIT}") == {"whole"}
+    assert shortages.of(("cuda:0",), f"model {SHORTAGES_KEPT}") == {"whole"}

@@ -53,7 +53,7 @@ def test_an_undelivered_message_starts_over():
 def test_eviction_drops_the_oldest_and_nothing_in_use(monkeypatch):
     encoder = CallEncoder()
     tensors = [torch.full(BIG, float(i)) for i in range(4)]
-    monkeypatch.setattr(tensor_cache, "LIMIT", 2 * tensors[0].nbytes)
+    monkeypatch.setattr(tensor_cache, "CACHE_LIMIT", 2 * tensors[0].nbytes)
     assert encode(encoder, context=tensors[0])[1] == ()
     assert encode(encoder, context=tensors[1])[1] == ()
     assert encode(encoder, context=tensors[0])[1] == ()  # used again: now the newer one

@@ -7,7 +7,7 @@ import torch
 from support.devices import SlowDevice
 
 from cp_runtime.engine.cost import AttentionShape, DegreePlanner, Rates, choose, cost
-from cp_runtime.engine.measuring import CPU, Measured, in_the_long_run, measure
+from cp_runtime.engine.measuring import CPU, Measured, measure, sustained_time
 from cp_runtime.engine.ranks.collectives import CommStats
 from cp_runtime.engine.ranks.config import SequenceSettings
 from cp_runtime.engine.ranks.mesh import factors
@@ -144,9 +144,9 @@ def test_rates_of_a_device_are_timed_by_it(monkeypatch, beside, overlap):
 
 def test_a_link_is_measured_beyond_a_burst():
     """Some sends are fast, the next ones slow and about equal. A rank that is late once is no slower link."""
-    assert in_the_long_run([0.01, 0.011, 0.05]) == (0.05, True)
-    assert in_the_long_run([0.01, 0.011, 0.05, 0.01, 0.011, 0.01]) == (0.01, False)
-    assert in_the_long_run([0.01, 0.011, 0.5, 0.4, 0.45, 0.5]) == (0.4, False)
+    assert sustained_time([0.01, 0.011, 0.05]) == (0.05, True)
+    assert sustained_time([0.01, 0.011, 0.05, 0.01, 0.011, 0.01]) == (0.01, False)
+    assert sustained_time([0.01, 0.011, 0.5, 0.4, 0.45, 0.5]) == (0.4, False)
 
 
 def machine(*speeds, devices=(), machines=(), inside=(), **link):

@@ -13,7 +13,15 @@ from support.reports import failure
 from cp_runtime.errors import PoolError, PoolTimeout, RankError, RankOutOfMemory
 from cp_runtime.pool.collection import Outcome
 from cp_runtime.pool.config import DeviceInventory, RuntimeConfig, WorkerSite
-from cp_runtime.pool.failures import FRAMES, PATIENCE, connect_advice, connect_failure, death, missed_deadline, reported_failure
+from cp_runtime.pool.failures import (
+    SHOWN_FRAMES,
+    STACK_TIMEOUT,
+    connect_advice,
+    connect_failure,
+    death,
+    missed_deadline,
+    reported_failure,
+)
 from cp_runtime.pool.messages import Beat, Memory
 from cp_runtime.pool.processes import RankProcess
 from cp_runtime.pool.progress import Progress
@@ -134,9 +142,9 @@ def test_an_error_shows_where_the_main_thread_of_the_last_rank_is(writes):
     at = {0: Progress(Beat(modules=5), time.monotonic()), 1: Progress(Beat(modules=3), time.monotonic())}
     began = time.monotonic()
     text = str(missed_deadline("call", 20, at, processes, ""))
-    assert time.monotonic() - began < 2 * PATIENCE
-    shown = "\n".join(map("  {}".format, range(FRAMES)))
-    assert ((shown in text), f"  {FRAMES}\n" in text, "in a thread" in text) == (writes, False, False)
+    assert time.monotonic() - began < 2 * STACK_TIMEOUT
+    shown = "\n".join(map("  {}".format, range(SHOWN_FRAMES)))
+    assert ((shown in text), f"  {SHOWN_FRAMES}\n" in text, "in a thread" in text) == (writes, False, False)
     assert ("wrote no stack" in text) != writes
 
 

@@ -15,7 +15,7 @@ from cp_runtime.pool.facts import facts_of
 from cp_runtime.pool.frames import Frame, Reader, write
 from cp_runtime.pool.hosts import command_for, differences, interface_to, place_of
 from cp_runtime.pool.processes import PROGRAM
-from cp_runtime.pool.reached import MARK, without_paths
+from cp_runtime.pool.remote import MARK, without_paths
 
 
 def test_paths_are_those_of_here_unless_the_user_says_otherwise(monkeypatch):
@@ -122,7 +122,7 @@ LOOKS = {
 @pytest.mark.parametrize("host", LOOKS)
 def test_a_look_at_a_host_says_what_a_prompt_would(host, ssh, monkeypatch):
     state, reason = LOOKS[host]
-    monkeypatch.setattr(hosts, "CHECK", 2.0 if host == "asleep" else 60.0)
+    monkeypatch.setattr(hosts, "CHECK_TIMEOUT", 2.0 if host == "asleep" else 60.0)
     began, kind = time.monotonic(), "xpu" if host == "gpubox" else "cpu"
     found = hosts.check(host, WorkerSite(path=("/no/comfyui",)), kind)
     assert (found[0], found[2]) == (state, [])

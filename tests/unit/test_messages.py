@@ -20,7 +20,7 @@ MESSAGES = [
     messages.Import(),
     messages.Connect(port=0),
     messages.Imported(shares=True),
-    messages.Connected(handed=False),
+    messages.Connected(relayed=False),
     messages.Probe(),
     messages.Compare(),
     messages.Measure(),

@@ -5,7 +5,7 @@ import torch
 from support.pools import small_pool
 
 from cp_runtime.pool.config import DeviceInventory, RuntimeConfig
-from cp_runtime.pool.peers import Connection, connections, look_at_peers, without_peer_access
+from cp_runtime.pool.peers import Connection, check_peers, connections, without_peer_access
 
 LINKS = {("cuda:0", "cuda:1"), ("cuda:1", "cuda:0"), ("cuda:2", "cuda:3"), ("cuda:3", "cuda:2")}
 """Pairs that reach each other: two links between four cards."""
@@ -29,7 +29,7 @@ def links(monkeypatch):
 )
 def test_cards_that_do_not_reach_each_other_are_named(devices, pairs, caplog):
     assert without_peer_access(devices.split(",")) == pairs
-    assert look_at_peers(devices.split(","), Connection(backend="nccl")) is (not pairs)
+    assert check_peers(devices.split(","), Connection(backend="nccl")) is (not pairs)
     assert [record.getMessage().count(" to cuda") for record in caplog.records] == [len(pairs)] * bool(pairs)
 
 
@@ -52,7 +52,7 @@ def test_what_is_tried(monkeypatch):
 @pytest.mark.parametrize(("needed", "said"), [(0, False), (1 << 50, True)])
 def test_too_small_a_dev_shm_is_named_where_messages_go_through_it(monkeypatch, caplog, needed, said):
     monkeypatch.setattr("cp_runtime.pool.peers.SHM_PER_RANK", needed)
-    assert not look_at_peers(["cuda:0", "cuda:2"], Connection(backend="nccl"))
+    assert not check_peers(["cuda:0", "cuda:2"], Connection(backend="nccl"))
     assert ("--shm-size=1g" in caplog.text) == said
 
 

@@ -32,13 +32,13 @@ def machine(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(("ranks", "threads"), [(1, 4), (2, 4), (4, 3), (8, 1), (64, 1)])
 def test_ranks_and_comfyui_share_the_threads(machine, ranks, threads):
-    processors.stay_near(torch.device("xpu", 0), ranks)
+    processors.bind_near(torch.device("xpu", 0), ranks)
     assert (machine[0].threads, machine[0].cores) == (threads, None)
 
 
 def test_the_user_says_how_many_threads(machine, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    processors.stay_near(CUDA, 2)
+    processors.bind_near(CUDA, 2)
     assert machine[0].threads is None
 
 
@@ -49,16 +49,16 @@ def test_the_user_says_how_many_threads(machine, monkeypatch):
 def test_cores_near_the_gpu_among_those_that_comfyui_has(machine, said, cores):
     asked, says, _ = machine
     says(said)
-    processors.stay_near(CUDA, 2)
+    processors.bind_near(CUDA, 2)
     assert asked.cores == cores
 
 
 def test_without_the_address_or_the_folder_all_cores_stay(machine, monkeypatch):
     asked, says, known = machine
-    processors.stay_near(CUDA, 2)
+    processors.bind_near(CUDA, 2)
     del known.pci_device_id
     says("4-5")
-    processors.stay_near(CUDA, 2)
+    processors.bind_near(CUDA, 2)
     assert asked.cores is None
 
 
@@ -68,5 +68,5 @@ def test_a_container_may_forbid_it(machine, monkeypatch):
 
     monkeypatch.setattr(os, "sched_setaffinity", forbidden)
     machine[1]("4-5")
-    processors.stay_near(CUDA, 2)
+    processors.bind_near(CUDA, 2)
     assert machine[0].threads == 4

@@ -36,7 +36,7 @@ def rank_with(block, *messages, nbytes=0):
     """A rank to which these messages come."""
     worker = Worker.__new__(Worker)
     worker.rank, worker.cache, worker._result = 1, TensorCache(torch.device("cpu")), None
-    worker._blocks, worker._handed, worker._feeds = (SharedBlock(os.dup(block.fd)), SharedBlock()), None, False
+    worker._blocks, worker._relay, worker._is_relay = (SharedBlock(os.dup(block.fd)), SharedBlock()), None, False
     worker.device, worker.stats, worker.cancel_points = torch.device("cpu"), CommStats(), CancelPoints()
     worker.notes, worker._watch = SimpleNamespace(begin=lambda *_: None), Watch()
     frames = iter([Frame(pack(message, number, nbytes)) for number, message in enumerate([*messages, Shutdown()], 1)])

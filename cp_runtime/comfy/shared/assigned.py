@@ -1,4 +1,4 @@
-"""What code assigns when it runs: caches and counters, whose values change with use, and not from outside."""
+"""Names that code assigns as it runs: caches and counters, which change with use, not from outside."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ def set_later(cls: Any) -> frozenset[str]:
         for name, value in vars(base).items() if not in_library(str(base.__module__)) else ():
             methods.setdefault(name, []).extend(_codes(value))
     uses = {name: frozenset[str]().union(*map(names_in, bodies)) for name, bodies in methods.items()}
+    # The constructor and what it calls, directly or not; then without those that other methods call as well: they run later, too.
     first, more = {"__init__"}, {"__init__"}
     while more := uses.keys() & frozenset[str]().union(*(uses.get(name, ()) for name in more)) - first:
         first |= more

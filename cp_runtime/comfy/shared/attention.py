@@ -153,7 +153,7 @@ def _sage(name: str) -> Callable[..., Tensor]:
             q, k, v = (t.reshape(*t.shape[:2], -1, dim).transpose(1, 2) for t in (q, k, v))
         if kwargs.get("enable_gqa"):
             k, v = repeat_kv_for_gqa(k, v, q.shape[1], 1)
-        if torch.float32 in (q.dtype, k.dtype, v.dtype):
+        if torch.float32 in (q.dtype, k.dtype, v.dtype):  # SageAttention takes half precision only
             q, k, v = q.half(), k.half(), v.half()
         more = {} if third else {"tensor_layout": "HND", "sm_scale": scale}
         out_BHLD: Tensor = run(q, k, v, is_causal=False, **more, **mode.settings).to(dtype)

@@ -1,4 +1,4 @@
-"""What a part of a file is recognised by."""
+"""Digests by which parts of files are recognised."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from blake3 import blake3  # ComfyUI has it
 from torch import Tensor
 
 LEAST = 1 << 16
-"""Bytes from which on it is worth looking whether a weight is in a file."""
+"""Bytes of the smallest weight that is looked for in files."""
 
 
 def content(numbers: Tensor) -> str:

@@ -45,6 +45,7 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
 CACHED = type(functools.lru_cache(len))
 _BUILTIN = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, GetSetDescriptorType)
 _CODE = (FunctionType, MethodType, functools.partial, type)
+# Bookkeeping of Python on a class.
 _NO_CODE = frozenset({
     "__dict__", "__weakref__", "__doc__", "__module__", "__qualname__", "__annotations__", "__abstractmethods__", "_abc_impl",
     "__static_attributes__", "__firstlineno__", "__parameters__", "__orig_bases__", "__slots__", "__match_args__", "__hash__",
@@ -88,6 +89,7 @@ class Code:
         for cell, value in self._cells:
             if content_of(cell) is not value:
                 return False
+        # A new name in a class may hide one of its bases.
         for owner, size in self._sizes:  # noqa: SIM110
             if len(owner) != size:
                 return False
@@ -97,6 +99,7 @@ class Code:
 def code_of(classes: Iterable[type] = (), roots: Mapping[str, Any] = NOTHING) -> Code:
     """Return the code of classes, and of further classes and functions by name, and of all that they use."""
     roots = {**{full_name(cls): cls for cls in classes}, **roots}
+    # What the found code assigns is passed over; then other code is found, until nothing more is assigned.
     walk = _Walk(roots, frozenset())
     while not (passed_over := walk.assigned()) <= walk.passed_over:
         walk = _Walk(roots, walk.passed_over | passed_over)
@@ -405,11 +408,13 @@ def digest(text: str) -> str:
 def hash_of(body: CodeType) -> str:
     """Return a hash of a function's code, wherever it is from."""
     constants = [hash_of(each) if isinstance(each, CodeType) else _constant(each) for each in body.co_consts]
+    # Without file and lines: another computer has it in another folder.
     parts = (body.co_code.hex(), constants, body.co_names, body.co_varnames, body.co_freevars, body.co_flags)
     return digest(repr(parts))
 
 
 def _constant(value: Any) -> str:
+    # The order of a set of strings differs from process to process.
     return repr(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 KINDS = {"float8_e4m3fn": "fp8", "float8_e5m2": "fp8", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}
-"""What a device must be able to, by a layer's format."""
+"""Kind of format that a device must support, by a layer's format."""
 
 
 def formats_of(device: torch.device) -> list[str]:

@@ -1,4 +1,4 @@
-"""What ranks make of the values that ComfyUI's process sends: a pickle names these functions, and no others of this package."""
+"""Functions by which ranks rebuild the values that ComfyUI's process sends: a pickle names these, and no others of this package."""
 
 from __future__ import annotations
 

@@ -39,6 +39,7 @@ def module_name(module: str) -> str:
 
 def modules_named(name: str) -> list[ModuleType]:
     """Return the modules with this `module_name`: ComfyUI may have imported one of its own a second time, by its path."""
+    # The number of modules and the last one change with every import: only then all are looked at again.
     keys = (name, *_by_path(len(sys.modules), next(reversed(sys.modules))).get(name, ()))
     return [module for key in keys if (module := sys.modules.get(key)) is not None]
 

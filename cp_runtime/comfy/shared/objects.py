@@ -216,7 +216,7 @@ def _as_before(module: nn.Module, originals: Mapping[str, Any]) -> dict[str, Any
 
 
 def is_ours(value: Any) -> bool:
-    """Return whether a value stands in a model because this pack has put it there: see `ui.interception`."""
+    """Return whether this pack has put a value into a model: see `ui.interception`."""
     return bool(getattr(type(value), "sends_to_workers", False))
 
 
@@ -237,7 +237,7 @@ class _Writer(Pickler):
             return None
         if id(value) not in self._numbers:
             if value.nbytes <= INLINE:
-                return None
+                return None  # `_tensor` writes its numbers; those of weights always have a number here
             self._number(value, value)
         return self._numbers[id(value)]
 
@@ -355,7 +355,7 @@ class _Writer(Pickler):
         return find, (name,)
 
     def _remade(self, cls: Any) -> Any:
-        """Have a class that a function has made be made again: from its body, or by that function where the body uses variables of
+        """Have the rank make a class that a function has made: from its body, or by that function where the body uses variables of
         it."""
         known = _remade.get(cls)
         if known is None or not known[1].holds():
@@ -379,26 +379,27 @@ Making = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function of `made.MAKERS`, and its arguments, of which the first is the name of a function."""
 CLASSES = 64
 _remade: Recent[type, tuple[Making, Code]] = Recent(CLASSES)
-"""Classes that functions have made: how they are made again, and their code, as long as that holds. The code refers to them, so
+"""Classes that functions have made: how ranks make them, and their code, as long as that holds. The code refers to them, so
 only the last ones are kept."""
 
 
 def _making(cls: Any) -> tuple[Making, Code]:
-    """Return how ranks make a class again, and its code. Raises MirrorError: it would be another one."""
+    """Return how ranks make a class, and its code. Raises MirrorError: it would be another one."""
     outer, _, inner = full_name(cls).partition(LOCALS)
     bodies, _ = bodies_in(outer, inner)
     if len(bodies) == 1 and not bodies[0].co_freevars and type(cls) is type:
         make: Making = build_class, (outer, inner, cls.__bases__)
     else:
         make = make_class, _arguments(cls)
+    # Made here as a rank will make it: a class that was changed since would come out otherwise.
     shown = full_name(cls).replace(":", ".")
     try:
-        again = make[0](*make[1])
+        remade = make[0](*make[1])
     except Exception as error:
         raise MirrorError(f"{shown} is a class that the workers cannot make: {error}") from error
     ours = code_of((cls,))
-    bases = [[each.__qualname__ for each in made.__mro__] for made in (cls, again) if isinstance(made, type)]
-    if len(bases) < 2 or bases[0] != bases[1] or ours.hashes != code_of((again,)).hashes:
+    bases = [[each.__qualname__ for each in made.__mro__] for made in (cls, remade) if isinstance(made, type)]
+    if len(bases) < 2 or bases[0] != bases[1] or ours.hashes != code_of((remade,)).hashes:
         raise MirrorError(f"{shown} is a class that the workers would make otherwise: it was changed after it was made")
     return make, ours
 

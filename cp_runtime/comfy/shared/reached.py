@@ -1,4 +1,4 @@
-"""What functions and objects of node packs reach: variables around functions, fields, and globals that their code names."""
+"""Objects that functions and objects of node packs reach: in closures and fields, and as globals that their code names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The weights of a model: their dtypes, and samples, by which a change is seen that torch does not count.
+"""The weights of a model: their dtypes, and samples that show changes which torch does not count.
 
 Samples are taken at fixed offsets of a large weight. That takes milliseconds, where reading all weights would take as long as
 loading them. It can miss a change of single numbers.
@@ -22,7 +22,7 @@ from ...pool.messages import Load
 
 PREFIX = "diffusion_model."  # of ComfyUI's names for weights and modules of the transformer
 WINDOWS, WINDOW = 8, 64  # pieces of a weight, and bytes of each, at least
-WHOLE = 256 << 10  # bytes: smaller weights are read whole, which takes a millisecond for four of them
+WHOLE = 256 << 10  # bytes: smaller weights are read whole, at a millisecond for four of them
 SMALL = 16 << 10  # bytes: in `ModelPatcherDynamic.load`
 STAYS = "context_parallel_stays"
 AS_IN_FILE = {"comfy_cast_weights": True, STAYS: True}

@@ -120,7 +120,9 @@ def context_parallel_attention(
         raise PlanError("context-parallel attention has no backward: run the model under torch.inference_mode() or torch.no_grad()")
     ring, U, H, K, rows, spans, lengths, exchanges, _ = _planned(q_BLHD, k_BLKD, v_BLKD, mesh, config, q_layout, k_layout)
     rank, device = mesh.rank, q_BLHD.device
+    # With allgather a rank sees all keys at once: nothing to merge, so any kernel will do.
     merging = ring.size > 1 and config.rotate_method == "alltoall"
+    # A kernel's own causal mask compares positions in its inputs: right where these are all tokens, in the model's order.
     by_kernel = causal and ring.size == 1 and k_layout is q_layout and q_layout.in_order
     if mask is not None or (causal and not by_kernel):
         layouts, merged_as = (q_layout, k_layout), q_BLHD.dtype if merging else None
@@ -133,17 +135,18 @@ def context_parallel_attention(
     q_BLHD, k_BLKD, v_BLKD = contributed(q_BLHD, k_BLKD, v_BLKD, q_owned, k_owned, K)
     with_lse: Callable[..., tuple[Tensor, Tensor]] | None = None
     if merging:
-        with_lse = partial(attend_with_lse, scale=scale, kernel=_agreed(kernel, q_BLHD, k_BLKD, mask, mesh))
+        with_lse = partial(attend_with_lse, scale=scale, kernel=_kernel_of_all(kernel, q_BLHD, k_BLKD, mask, mesh))
     kernels = attend or sdpa(scale, by_kernel), with_lse
 
     def over_chunks(qkv: list[Tensor], units: tuple[int, int]) -> Tensor:
-        return _over_chunks(ring, qkv, of_heads(mask, units, H, K), spans, *kernels, config)
+        return _over_chunks(ring, qkv, mask_of_heads(mask, units, H, K), spans, *kernels, config)
 
     if U == 1:
         out_BLHD = over_chunks([t.transpose(1, 2) for t in (q_BLHD, k_BLKD, v_BLKD)], (0, K)).transpose(1, 2)
     else:
-        out_BLHD = in_rounds(exchanges, q_BLHD, k_BLKD, v_BLKD, lengths, H // K, over_chunks, config.exchange == EIGHT_BIT)
+        out_BLHD = attend_in_rounds(exchanges, q_BLHD, k_BLKD, v_BLKD, lengths, H // K, over_chunks, config.exchange == EIGHT_BIT)
     held_BLHD = held(out_BLHD, q_owned, q_layout.local_lengths[rank])
+    # Also with an empty share: every rank holds all of a replicated stream, and takes part in its gather.
     for share, place, shares in q_layout.replicated(rank):
         held_BLHD[:, place] = mesh.whole.all_gather([out_BLHD[:, share]], shares, 1)[0]
     return held_BLHD
@@ -162,7 +165,7 @@ def contributed(
     return q_BLHD, k_BLKD, v_BLKD
 
 
-def of_heads(mask: Tensor | None, units: tuple[int, int], heads: int, kv_heads: int) -> Tensor | None:
+def mask_of_heads(mask: Tensor | None, units: tuple[int, int], heads: int, kv_heads: int) -> Tensor | None:
     """Return a mask for some of the heads. `units`: the first of their key/value heads, and the one behind the last."""
     if mask is None or mask.ndim < 3 or mask.shape[-3] != heads or heads == 1:
         return mask
@@ -176,8 +179,9 @@ def held(out_BLHD: Tensor, owned: Tensor | None, length: int) -> Tensor:
     return out_BLHD.new_zeros((out_BLHD.shape[0], length, *out_BLHD.shape[2:])).index_copy_(1, owned, out_BLHD)
 
 
-def _agreed(kernel: str | None, q: Tensor, k: Tensor, mask: Tensor | None, mesh: SequenceMesh) -> str | None:
-    """Return the kernel that is asked for, if every rank can run it: one that computes otherwise than the others would show."""
+def _kernel_of_all(kernel: str | None, q: Tensor, k: Tensor, mask: Tensor | None, mesh: SequenceMesh) -> str | None:
+    """Return the requested kernel if every rank can run it: with different kernels, the parts of a picture would differ."""
+    # A collective, once per key. So the key has nothing that differs between ranks, such as numbers of tokens: all miss together.
     key = kernel, q.dtype, q.shape[-1], mask is None
     if kernel is not None and key not in mesh.kernels:
         lacks = select(q.transpose(1, 2), k.transpose(1, 2), mask, kernel).name != kernel
@@ -241,11 +245,13 @@ def _over_chunks(
     """
     q_BHCD, k_BKCD, v_BKCD = qkv
     qkv.clear()
-    if not q_BHCD.shape[0] or not q_BHCD.shape[1]:  # no batch; no heads left for this rank
+    # No batch, or no heads left for this rank. All ranks of its ring have the same heads (`head_shares`), and skip the exchange.
+    if not q_BHCD.shape[0] or not q_BHCD.shape[1]:
         return q_BHCD
     lengths, coded = [span.stop - span.start for span in spans], config.exchange == EIGHT_BIT
     if with_lse is None:
         if ring.size > 1:
+            # Keys last: `_head_by_head` begins at the end.
             own = [eight_bits.encode(t) if coded else t for t in (v_BKCD, k_BKCD)]
             arrived = _head_by_head(ring.all_gather(own, lengths, 2))
             k_BKCD, v_BKCD = (eight_bits.decode(t, q_BHCD.dtype) if coded else t for t in arrived)
@@ -302,7 +308,7 @@ def _check(
         )
 
 
-def in_rounds(
+def attend_in_rounds(
     exchanges: Sequence[HeadExchange],
     q_BLHD: Tensor,
     k_BLKD: Tensor,
@@ -314,7 +320,7 @@ def in_rounds(
 ) -> Tensor:
     """Exchange, attend and send back, one round of heads after the other. The messages of a round overlap with the next attention.
 
-    All ranks start messages in one order: a round's heads, then the results of the round before. `coded`: send 8 bits per element.
+    `coded`: send 8 bits per element.
     """
     rounds, dtype = len(exchanges), q_BLHD.dtype
     if coded:
@@ -322,6 +328,7 @@ def in_rounds(
     B, L, H, D = q_BLHD.shape
     coming = [_to_heads(exchanges[0], q_BLHD, k_BLKD, v_BLKD, *lengths, rounds)]
     leaving: list[Callable[[Tensor], None]] = []
+    # On every rank in one order: the heads of the next round, then the results of this one. Messages of a group match by order.
     for index, exchange in enumerate(exchanges):
         qkv = coming.pop()()
         if index + 1 < rounds:
@@ -332,6 +339,7 @@ def in_rounds(
         if coded:
             out_dtype, out_BHCD = out_BHCD.dtype, eight_bits.encode(out_BHCD)
         leaving.append(exchange.to_tokens(out_BHCD, lengths[0], heads_per_unit))
+    # Tokens outermost, as in the blocks that arrive (`ulysses.Form`).
     out_BLHD = out_BHCD.new_empty_strided((B, L, H, D), (H * D, B * H * D, D, 1))
     for put in leaving:
         put(out_BLHD)

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 SCALE = 4  # bytes
-LARGEST = 127
+LARGEST = 127  # and not 128, so that a vector and its negative are coded alike
 
 
 def encode(tensor: Tensor) -> Tensor:
     """Return `[..., D + SCALE]` bytes for `[..., D]`. A single non-finite element makes the whole vector NaN."""
     scale = torch.linalg.vector_norm(tensor, torch.inf, -1, keepdim=True, dtype=torch.float32) / LARGEST
     coded = torch.empty((*tensor.shape[:-1], tensor.shape[-1] + SCALE), dtype=torch.uint8, device=tensor.device)
+    # A vector of zeros has the scale 0, and 0 / 0 would be NaN.
     coded[..., :-SCALE].view(torch.int8).copy_((tensor / scale.clamp_min(torch.finfo(torch.float32).tiny)).round_())
     coded[..., -SCALE:].copy_(scale.reshape(-1).view(torch.uint8).view(*scale.shape[:-1], SCALE))
     return coded

@@ -38,7 +38,7 @@ log = logging.getLogger("context_parallel")
 Run = Callable[[Tensor, Tensor, Tensor, Tensor | None, float | None], tuple[Tensor, Tensor]]
 
 HALF = (torch.float16, torch.bfloat16)
-MATH_SCORES = 1 << 26  # scores in memory at once in the math kernel
+MATH_SCORES = 1 << 26  # scores in memory at once in the math kernel: 256 MB in float32
 ON_CPU = "_scaled_dot_product_flash_attention_for_cpu"
 LOWEST = -1e30  # of a mask's finite numbers: CUDA kernels multiply by log2(e), which makes the lowest float32 infinite
 BIAS_ALIGNMENT = 16  # elements; CUDA kernels read masks in aligned rows
@@ -184,6 +184,7 @@ def _torch_can(check: str, q: Tensor, k: Tensor, mask: Tensor | None) -> bool:
     """Ask torch whether one of its CUDA kernels supports these inputs on this device."""
     if q.device.type != "cuda":
         return False
+    # Behind the mask: dropout, causal, grouped queries; then whether torch logs a refusal.
     return bool(getattr(switches, check)(switches.SDPAParams(q, k, k, mask, 0.0, False, False), False))
 
 
@@ -247,6 +248,7 @@ def _cpu_can(q: Tensor, k: Tensor, mask: Tensor | None) -> bool:
     return q.device.type == "cpu" and q.dtype in (torch.float32, *HALF) and load_op(ON_CPU) is not None
 
 
+# The first one that supports the inputs is taken; the last one supports all.
 KERNELS: tuple[Kernel, ...] = (
     Kernel("flash_attn", _flash_attn, partial(_package, "flash_attn", _flash_attn, 256)),
     Kernel("sage", _sage, partial(_package, "sageattention", _sage, 128), on_request=True),

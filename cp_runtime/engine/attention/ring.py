@@ -76,7 +76,8 @@ def rotate(
     own = [encode(tensor) if coded else tensor for tensor in (k_BKCD, v_BKCD)]
     B, K, _, D = own[0].shape
     merged = PartialAttention(convert_to_fp32)
-    with contextlib.closing(_around(group, own, [2 * B * K * D * length for length in lengths])) as chunks:
+    # Closed also where an attention fails: its senders get back the memory of what it has not read.
+    with contextlib.closing(_rotated_chunks(group, own, [2 * B * K * D * length for length in lengths])) as chunks:
         for step, packed in enumerate(chunks):
             chunk = (group.rank - step) % group.size
             if step or not coded:  # packed, the tokens of each head lie side by side, which CPU kernels read faster
@@ -87,7 +88,7 @@ def rotate(
     return q_BHLD if merged.out is None else merged.out.to(q_BHLD.dtype)
 
 
-def _around(group: RankGroup, own: Sequence[Tensor], elements: Sequence[int]) -> Generator[Tensor]:
+def _rotated_chunks(group: RankGroup, own: Sequence[Tensor], elements: Sequence[int]) -> Generator[Tensor]:
     """Return the packed chunks of all ranks, flat: this rank's, then that of the previous one, and so on. Each is there until the
     next one is asked for. `elements`: of every chunk."""
     R, rank, first = group.size, group.rank, own[0]
@@ -102,6 +103,8 @@ def _around(group: RankGroup, own: Sequence[Tensor], elements: Sequence[int]) ->
         return buffers[step % 2][: elements[(rank - step) % R]]
 
     torch.stack(list(own), out=packed(0).view(2, *first.shape))
+    # Two buffers will do: the chunk of a step is computed on and sent on while the next one arrives in the other buffer, and
+    # both are over before the buffers change places.
     for step in range(R):
         coming = group.exchange(packed(step), packed(step + 1)) if step + 1 < R else None
         yield packed(step)

@@ -70,6 +70,7 @@ class Deal(NamedTuple):
 def deal(units: int, ranks: int, shares: Shares, index: int, rounds: int) -> Deal:
     """Deal out head units to ranks, and return those of one round."""
     runs, ranges, first = list[Run](), list[tuple[int, int]](), 0
+    # Neighbours with equally many units make one run: one view, and one copy, for all of them.
     for each, same in groupby(split_sizes(units, ranks, shares)):
         start, stop = split_ranges(each, rounds)[index]
         run = Run(first, len(list(same)), each, start, stop - start)
@@ -207,6 +208,7 @@ class HeadExchange:
 
             def put_parts(out_BLHD: Tensor) -> None:
                 targets = [target for run, _ in blocks for target in _by_rank(out_BLHD, heads_per_unit, run).unbind()]
+                # Without tokens of its own a rank has targets, which are empty, and no parts.
                 for target, part in zip(targets, parts.read(), strict=bool(elements[0])):
                     target.copy_(part.view(target.shape))
                 parts.release()

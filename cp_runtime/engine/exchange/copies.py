@@ -42,6 +42,7 @@ class DeviceCopies(Copies):
 
     def __init__(self, device: torch.device) -> None:
         self._module = torch.get_device_module(device)
+        # A stream per direction: a bus carries both at once, and what is sent does not wait for what is received.
         self._device, self._away, self._back = device, self._module.Stream(device), self._module.Stream(device)
         self._calls: SimpleQueue[tuple[Any, Callable[[], None]]] = SimpleQueue()
         self._error: BaseException | None = None
@@ -58,7 +59,7 @@ class DeviceCopies(Copies):
             stream.wait_event(after)
             target.copy_(source, non_blocking=True)
             done = stream.record_event()
-        ours.record_stream(stream)
+        ours.record_stream(stream)  # or the allocator may reuse the tensor's memory before the copy is over
         return done
 
     def then(self, done: Any, call: Callable[[], None]) -> None:
@@ -79,10 +80,10 @@ class DeviceCopies(Copies):
             del done, call  # what they keep must not wait for the next copy
 
 
-AT_ONCE = Copies()
+CPU_COPIES = Copies()
 
 
 @cache
 def copies_of(device: torch.device) -> Copies:
     """Return the copies of a device."""
-    return AT_ONCE if device.type == "cpu" else DeviceCopies(device)
+    return CPU_COPIES if device.type == "cpu" else DeviceCopies(device)

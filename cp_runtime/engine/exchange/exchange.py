@@ -1,9 +1,9 @@
 """Messages between ranks of one computer through memory that all of them map.
 
-A sender copies a message into its own segment, once for all who get it, or makes it there, and goes on: it never waits for a
-receiver. The receiver copies it out, or computes from where it lies. A long one is told piece by piece, so that its receiver copies
-one piece while the sender copies the next. Sizes are known on both sides. Memory is used again when all receivers have read what is
-in it; more is taken only where messages are larger, or more of them under way, than before.
+A sender copies a message into its own segment, once for all receivers, or makes it there, and goes on: only `KEPT` unread messages
+make it wait. The receiver copies it out, or computes from where it lies. A long one is announced piece by piece, so that one piece
+is read while the next is written. Sizes are known on both sides. Memory is used again when all receivers have read it; more is
+taken only where messages are larger, or more of them under way, than before.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from torch import Tensor
 
 from ...compat import timeout_of
 from ...system import system
-from .copies import AT_ONCE, Copies, copies_of
+from .copies import CPU_COPIES, Copies, copies_of
 from .segment import KEPT, Segment
 from .signals import OtherEnded, Signals, TookTooLong
 
-PIECE = 8 << 20  # bytes: below, a copy takes the caches from others, and the time of another signal and call
-WASTE = 2  # a message may take memory that is up to so many times as large
+# Bytes. Each piece costs a signal and a call: 4.2 MB take 145 µs in pieces of 1 MB, and 84 in one (docs/performance.md). Larger
+# messages gain by pieces: the receiver copies one while the sender copies the next.
+PIECE = 8 << 20
+MAX_SLACK = 2  # a message may take memory that is up to so many times as large; larger slots wait for larger messages
 TIMEOUT = 1800.0  # seconds, torch's default
 
 
@@ -76,7 +78,7 @@ class Arrival:
     def release(self) -> None:
         """Give the memory back to its sender."""
         self.is_read = True
-        self._exchange.tell_what_is_read(self.source)
+        self._exchange.post_reads(self.source)
 
 
 class Received:
@@ -151,8 +153,8 @@ class Exchange:
         timeout: seconds to wait for a message.
 
     Attributes:
-        abandoned: what releases messages that nobody waits for any more. Python throws away in any thread, and in the middle of
-            anything; the next message runs these.
+        abandoned: functions that release messages which nobody waits for any more. `__del__` runs in any thread and at any point,
+            so it only queues them; the next message calls them.
     """
 
     def __init__(
@@ -166,8 +168,8 @@ class Exchange:
         self._unread = [deque[Arrival]() for _ in segments]
         self._numbers = [[0, 0] for _ in segments]  # messages to and from a rank
         self.abandoned = deque[Callable[[], None]]()
-        self._lock = Lock()  # a thread tells what a device has copied
-        self._is_pinned = False
+        self._lock = Lock()  # `post_reads` also runs in the thread of `DeviceCopies`
+        self._is_pinned = False  # a device's driver holds the pages, and `trim` must leave them
 
     def space(self, nbytes: int, dtype: torch.dtype) -> Tensor:
         """Return flat memory for the next message."""
@@ -193,12 +195,13 @@ class Exchange:
 
         Raises OSError: the system has no more memory. Then nothing has been sent."""
         arriving, leaving = ([each for each in some if each[1].numel()] for some in (arriving, leaving))
-        copies = next((copies_of(tensor.device) for _, tensor in (*arriving, *leaving)), AT_ONCE)
-        self._is_pinned |= copies is not AT_ONCE
+        copies = next((copies_of(tensor.device) for _, tensor in (*arriving, *leaving)), CPU_COPIES)
+        self._is_pinned |= copies is not CPU_COPIES
         after = sent = copies.mark()
         receivers: dict[tuple[int, int], tuple[Tensor, list[int]]] = {}
         for rank, tensor in leaving:
             receivers.setdefault((tensor.data_ptr(), tensor.numel()), (tensor, []))[1].append(rank)
+        # All memory before the first message: a failure behind one would leave its receiver without those that follow.
         slots = list[Slot]()
         try:
             slots += (self._take(tensor.numel()) for tensor, _ in receivers.values())
@@ -221,7 +224,7 @@ class Exchange:
         arrivals = [self._expect(rank, nbytes) for rank, nbytes in enumerate(arriving) if nbytes and rank != me]
         if not sent[me]:
             return Parts(self, arrivals, None, made, 0)
-        slot.readers += 1
+        slot.readers += 1  # this rank, which reads its own part there, too
         own = self.segments[me].view(slot.at + begin, sent[me] // made.element_size(), made.dtype)
         return Parts(self, arrivals, slot, own, sum(map(bool, arriving[:me])))
 
@@ -243,6 +246,7 @@ class Exchange:
     def wait_for(self, arrival: Arrival, missing: int) -> None:
         """Wait until no more pieces of a message are missing. Those before it from the same rank come first."""
         source, due = arrival.source, self._due[arrival.source]
+        # A signal carries no number. Senders raise it once per piece, in order, so it stands for the oldest message that lacks one.
         while arrival.missing > missing:
             self._take_signal(self.segments[source].ready[self.rank], source)
             first = due[0]
@@ -251,8 +255,9 @@ class Exchange:
                 due.popleft()
             first.at = self.segments[source].offset_of(self.rank, first.number)
 
-    def tell_what_is_read(self, source: int) -> None:
-        """Raise the signal for every message that is read, in order: it does not say for which."""
+    def post_reads(self, source: int) -> None:
+        """Signal the sender once for every message that is read, in order."""
+        # Likewise: the sender takes each signal for its oldest message, so a later one that is read first has to wait.
         unread = self._unread[source]
         with self._lock:
             while unread and unread[0].is_read and not unread[0].missing:
@@ -275,7 +280,7 @@ class Exchange:
         nbytes: int,
         ranks: Sequence[int],
         source: Tensor | None = None,
-        copies: Copies = AT_ONCE,
+        copies: Copies = CPU_COPIES,
         after: Any = None,
     ) -> Any:
         """Send bytes of a slot to ranks. `source`: they are still to be copied from there, behind an event. Return the event behind
@@ -287,6 +292,7 @@ class Exchange:
 
         own, done = self.segments[self.rank], after
         for rank in ranks:
+            # The only place where a sender waits: offsets are a ring, and the receiver has yet to read the oldest of them.
             if len(self._sent[rank]) == KEPT:
                 self._take_signal(own.read[rank], rank)
                 self.has_read(self._sent[rank].popleft())
@@ -306,13 +312,13 @@ class Exchange:
         """Return memory that no rank reads any more, or more memory."""
         self._find_read()
         for slot in reversed(self._free):  # the last one is most likely still in a cache
-            if nbytes <= slot.size <= WASTE * nbytes + mmap.PAGESIZE:
+            if nbytes <= slot.size <= MAX_SLACK * nbytes + mmap.PAGESIZE:
                 self._free.remove(slot)
                 return slot
         return Slot(*self.segments[self.rank].grow(nbytes))
 
     def _find_read(self) -> None:
-        """Note the messages that receivers have read, and those that this rank has abandoned."""
+        """Take back the memory of messages that receivers have read, and release those that this rank has abandoned."""
         self._release_abandoned()
         own = self.segments[self.rank]
         for rank, sent in enumerate(self._sent):
@@ -324,6 +330,7 @@ class Exchange:
             self.abandoned.popleft()()
 
     def _drop_unsent(self) -> None:
+        # What was made there may have failed before it was sent.
         if self._open is not None and not self._open.readers:
             self._free.append(self._open)
         self._open = None
@@ -338,20 +345,20 @@ class Exchange:
             raise dist.DistBackendError(f"Timed out waiting {self._timeout:g} s for rank {rank} of the group") from None
 
 
-_of_groups: WeakKeyDictionary[dist.ProcessGroup, Exchange | None] = WeakKeyDictionary()
+_exchanges: WeakKeyDictionary[dist.ProcessGroup, Exchange | None] = WeakKeyDictionary()
 
 
 def exchange_of(group: dist.ProcessGroup) -> Exchange | None:
     """Return the exchange of a group over gloo; make it if it does not exist, together with all ranks of the group. None: ranks are
     on several computers, or cannot map each other's memory."""
-    if group not in _of_groups:
-        _of_groups[group] = connect(group)
-    return _of_groups[group]
+    if group not in _exchanges:
+        _exchanges[group] = connect(group)
+    return _exchanges[group]
 
 
 def trim() -> None:
     """Give memory of all exchanges back that no message is in."""
-    for exchange in _of_groups.values():
+    for exchange in _exchanges.values():
         if exchange is not None:
             exchange.trim()
 
@@ -360,9 +367,10 @@ def connect(group: dist.ProcessGroup) -> Exchange | None:
     """Map the memory of all ranks, or of none: all ranks of the group call this, and get the same answer."""
     rank, size, made = dist.get_rank(group), dist.get_world_size(group), _make(dist.get_world_size(group))
     own = torch.tensor([0] * 5 if made is None else [system.host_id(), os.getpid(), made[0].number, *made[0].token])
-    told = [torch.zeros_like(own) for _ in range(size)]
-    dist.all_gather(told, own, group=group)
-    opened = [] if made is None else [each for numbers in told if (each := _open(numbers.tolist(), size, made[1])) is not None]
+    addresses = [torch.zeros_like(own) for _ in range(size)]
+    dist.all_gather(addresses, own, group=group)
+    opened = [] if made is None else [each for address in addresses if (each := _open(address.tolist(), size, made[1]))]
+    # All ranks or none: one that sends through memory and one that listens at a socket would wait for each other forever.
     lacks = torch.tensor([made is None or len(opened) < size], dtype=torch.int64)
     dist.all_reduce(lacks, dist.ReduceOp.MAX, group=group)
     if made is None or lacks.item():
@@ -375,16 +383,16 @@ def connect(group: dist.ProcessGroup) -> Exchange | None:
 def _make(size: int) -> tuple[Segment, Signals] | None:
     """Make this rank's segment, ready for messages; None where the system does not support it."""
     try:
-        system.host_id()  # by which ranks tell whether they share memory
+        system.host_id()  # without it, no rank knows which others share its memory
         signals = Signals()
         return Segment(size, signals), signals
     except (AttributeError, OSError):
         return None
 
 
-def _open(told: list[int], size: int, signals: Signals) -> tuple[Segment, system.Process] | None:
+def _open(address: list[int], size: int, signals: Signals) -> tuple[Segment, system.Process] | None:
     """Open the segment of a rank; None: there is none, it cannot be opened from here, or it is another one."""
-    where, pid, number, *token = told
+    where, pid, number, *token = address
     try:
         if where != system.host_id():
             return None

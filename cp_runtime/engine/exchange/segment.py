@@ -1,7 +1,7 @@
 """Memory of one rank that all ranks of its computer map: its messages, and their offsets.
 
-Other ranks open it by the number of its process, and know it by random numbers in it: a number of a process means something else in
-another container or computer.
+Other ranks open it by the id of its process, and recognise it by random numbers: in another container or computer that id is
+another process.
 
 | at | what |
 |---|---|
@@ -26,6 +26,8 @@ from ...pinned import PinnableMemory
 from ...system import system
 from .signals import SEMAPHORE, Signals
 
+# The random numbers have a cache line of their own. A link has 240 offsets behind its semaphores: more messages than are ever
+# under way to one receiver, as a rule (`Exchange._send`).
 LINE, LINK = 64, 2048
 KEPT = (LINK - 2 * SEMAPHORE) // 8
 VIEWS = 256  # tensors that are kept, as the same memory is used again: making one takes longer than a small message
@@ -71,15 +73,16 @@ class Segment:
 
     @property
     def number(self) -> int:
-        """By which other ranks open it."""
+        """The number by which other ranks open it."""
         return system.number_of(self.fd)
 
     def publish_offset(self, receiver: int, message: int, at: int) -> None:
-        """Write down where a message is."""
+        """Publish the offset of a message."""
+        # Before the semaphore is raised, which makes it visible to the receiver: see `signals`.
         self._words[(LINE + LINK * receiver + 2 * SEMAPHORE) // 8 + message % KEPT] = at
 
     def offset_of(self, receiver: int, message: int) -> int:
-        """Return where a message is."""
+        """Return the offset of a message."""
         return self._words[(LINE + LINK * receiver + 2 * SEMAPHORE) // 8 + message % KEPT]
 
     def grow(self, nbytes: int) -> tuple[int, int]:
@@ -109,7 +112,7 @@ class Segment:
         return view
 
     def view_for(self, device: torch.device, at: int, count: int) -> Tensor:
-        """As `view`, in memory that a device's driver has pinned if it takes that: other copies make the host wait."""
+        """Return a `view`, pinned for a device's driver where it can be: copies of other memory block the host."""
         view = self.view(at, count)
         if device.type == "cuda":
             self._all.pin()

@@ -11,9 +11,9 @@ import time
 
 from ...system import system
 
-SEMAPHORE = 64  # bytes for one, alone in a line of the cache
-SPINS = 100  # looks before sleeping: some 60 µs, as long as waking up takes
-LOOK = 0.05  # seconds between two looks at whether the other process still lives
+SEMAPHORE = 64  # bytes: a cache line, so that two semaphores do not slow each other down
+SPINS = 100  # polls before sleeping: some 60 µs, as long as waking up takes
+LIVENESS_POLL = 0.05  # seconds between two checks that the other process lives: a dead one raises no semaphore
 
 
 class Signals:
@@ -31,9 +31,9 @@ class Signals:
                 return
             system.yield_core()  # where ranks are more than cores, the other one may need this core
         began = time.monotonic()
-        while not self._system.sleep(semaphore, LOOK):
+        while not self._system.sleep(semaphore, LIVENESS_POLL):
             if other.has_ended:
-                if self.try_take(semaphore):  # the last that it did
+                if self.try_take(semaphore):  # raised between the sleep and the end
                     return
                 raise OtherEnded
             if time.monotonic() - began > timeout:
@@ -41,7 +41,7 @@ class Signals:
 
 
 class OtherEnded(Exception):
-    """The process that one waits for is gone."""
+    """The other process has ended."""
 
 
 class TookTooLong(Exception):

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from ...errors import PlanError
-from ..attention.context_parallel import Attend, contributed, held, in_rounds, of_heads, sdpa
+from ..attention.context_parallel import Attend, attend_in_rounds, contributed, held, mask_of_heads, sdpa
 from ..attention.ulysses import HeadExchange, repeats
 from ..plan import ShardingPlan
 from ..ranks.config import EIGHT_BIT
@@ -87,7 +87,7 @@ class PatchCall(StagedCall):
         def over_heads(qkv: list[Tensor], units: tuple[int, int]) -> Tensor:
             q_BHCD, k_BKCD, v_BKCD = qkv
             keys, values = (self._put((name, units), t, k_layout, 2) for name, t in (("keys", k_BKCD), ("values", v_BKCD)))
-            return attend(q_BHCD, keys, values, of_heads(mask, units, H, K)) if q_BHCD.shape[1] and q_BHCD.shape[2] else q_BHCD
+            return attend(q_BHCD, keys, values, mask_of_heads(mask, units, H, K)) if q_BHCD.shape[1] and q_BHCD.shape[2] else q_BHCD
 
         if size == 1:
             return over_heads([t.transpose(1, 2) for t in (q_BLHD, k_BLKD, v_BLKD)], (0, K)).transpose(1, 2)
@@ -96,7 +96,7 @@ class PatchCall(StagedCall):
         owned = slice(self._patch.start, self._patch.stop)
         lengths = q_layout.owned_lengths[owned], k_layout.owned_lengths[owned]
         coded = config.exchange == EIGHT_BIT
-        out_BLHD = in_rounds(exchanges, q_BLHD, k_BLKD, v_BLKD, lengths, H // K, over_heads, coded)
+        out_BLHD = attend_in_rounds(exchanges, q_BLHD, k_BLKD, v_BLKD, lengths, H // K, over_heads, coded)
         return held(out_BLHD, q_owned, q_layout.local_lengths[rank])
 
     def _placed(self, mask: Tensor, q_layout: JointLayout, k_layout: JointLayout, rows: Tensor) -> Tensor:
@@ -127,4 +127,5 @@ class PatchCall(StagedCall):
         return self._put(name, value, layout, dim)
 
     def _put(self, name: object, value: Tensor, layout: JointLayout, dim: int) -> Tensor:
+        # The point in the forward, which is the same in every call of a form: attentions and gathers so far.
         return self._kept.put((self._shared, self._gathers, name), value, layout, self._patch, dim)

@@ -18,7 +18,7 @@ from ..state import CallState
 from .patches import KVCache, PatchCall
 from .stages import Arriving, StagedCall, Stages, Visit
 
-FORMS = 32  # forms of calls to remember
+FORMS = 32  # forms of calls to remember: texts of many lengths make many
 
 
 class Part(NamedTuple):
@@ -82,6 +82,7 @@ class Pipeline:
     ) -> list[Any]:
         """Return the result of every part, right on the last stage. All ranks of all stages call it alike. `mesh`: the ranks of
         this stage that share the tokens; `follows`: see `Stages.run`."""
+        # Of one number on all ranks: it decides how many messages there are.
         patches = settings.patches if self._may_be_stale(parts, settings) else 1
         results = []
         with self.stages.call():
@@ -113,6 +114,7 @@ class Pipeline:
     def _kept_of(self, part: Part, parts: int) -> KVCache:
         """Return the cache for a part, and count the call."""
         form, kept, calls = self._kept.get(part.conditioning, (None, None, 0))
+        # The room is judged by the first attention, as if all were as large: later it would be too late to refuse the call.
         if kept is None or form != part.form:
             kept, calls = KVCache(lambda nbytes: self._check_room(nbytes * self.stages.own_blocks * parts)), 0
         self._kept[part.conditioning] = part.form, kept, calls + 1

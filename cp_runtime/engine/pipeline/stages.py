@@ -66,6 +66,7 @@ def cut(sizes: Sequence[int], stages: int, shares: Shares = ()) -> list[int]:
         middle = sum(sizes[:number]) + size / 2
         wanted = sum(middle >= end for end in ends[:-1])
         before = found[-1] if found else -1
+        # Never an earlier stage than the block before, never more than one later, and as many blocks left as stages.
         found.append(min(max(wanted, before, stages - len(sizes) + number), before + 1))
     return found
 
@@ -88,7 +89,7 @@ class Form(NamedTuple):
         def fill(_: Tensor) -> Tensor:
             part = next(parts)
             if isinstance(part, int):
-                like, contiguous = inputs[part], torch.contiguous_format
+                like, contiguous = inputs[part], torch.contiguous_format  # a message may arrive there
                 floats = like.is_floating_point()
                 return torch.full_like(like, value, memory_format=contiguous) if floats else like.clone(memory_format=contiguous)
             shape, dtype = part
@@ -130,7 +131,7 @@ class Stages:
         lent: Callable[[Block], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> None:
         self._blocks, self._owners, self._group, self._lent = blocks, owners, group, lent
-        self.stage = group.size - 1 - group.rank
+        self.stage = group.size - 1 - group.rank  # rank 0 ends with the result, where the controller takes it
         self.place = -1
         self._forms: dict[object, Form] = {}
         self._at: Callable[..., Any] | None = None
@@ -171,6 +172,7 @@ class Stages:
 
         # As a rule a block depends on the one before it, and on no other.
         chain = [needed({place + 1}, owner) for place, owner in enumerate(owners)]
+        # One forward per border between stages checks that; only models with other dependencies need one per block.
         ends = [place for place, stages in enumerate(chain) if stages]
         if any(max(self._surveyed(run, range(end))[1], default=0) > end for end in ends):
             chain = [needed(self._surveyed(run, (place,))[1], owner) for place, owner in enumerate(owners)]
@@ -206,7 +208,7 @@ class Stages:
                 raise PlanError(f"{self._blocks[block].name} ran in another order than in a call of the same form.")
             visit, owner = visits[self.place], self._owners[block]
             if self.place == 0 and self._group.via_host:  # other backends: a waiting receive blocks the messages behind it
-                self._ask(arriving, follows, next(tensors((args, kwargs))).device)
+                self._post_receives(arriving, follows, next(tensors((args, kwargs))).device)
             if owner == self.stage:
                 out = stock(*args, **kwargs)
                 for to in sorted(visit.needed):
@@ -215,6 +217,7 @@ class Stages:
                 return out
             out = visit.form.filled(list(tensors((args, kwargs))), 0.0)
             for tensor in filter(Tensor.numel, tensors(out)) if self.stage in visit.needed else ():
+                # In the order of the blocks, in which their stages send: messages between two ranks match by order.
                 received.append((owner, tensor.shape, tensor.dtype))
                 target, pending = (
                     self._coming.popleft() if self._coming else (tensor, self._group.receive(tensor, self._rank(owner)))
@@ -230,7 +233,7 @@ class Stages:
             arriving[0][:] = received
         return out
 
-    def _ask(self, arriving: Sequence[Arriving], follows: Callable[[], bool], device: torch.device) -> None:
+    def _post_receives(self, arriving: Sequence[Arriving], follows: Callable[[], bool], device: torch.device) -> None:
         """Start receiving the tensors of this run and the next one, as far as they are known and not in flight."""
         for each in arriving[self._ahead : 2 if follows() else 1]:
             if not each:

@@ -18,7 +18,7 @@ from ...system import system
 from ..exchange.exchange import Exchange, Parts, exchange_of
 from .profiling import trace_range
 
-KEPT_EVENTS = 1024  # pairs of device events; beyond that they are added up early
+KEPT_EVENTS = 1024  # pairs of device events; beyond that the older half is added up, which waits for the device
 
 
 def wait_for(device: torch.device) -> None:
@@ -330,6 +330,7 @@ class RankGroup:
     def _by_pairs(self, arriving: Sequence[Tensor], leaving: Sequence[Tensor]) -> list[Any]:
         """Start receiving a tensor from every rank and sending one to every rank. Empty ones are left out."""
         arriving[self.rank].copy_(leaving[self.rank])
+        # By distance: as each rank sends to the next one, it receives from the previous one, and no rank is everybody's target.
         around = [(self.rank + step) % self.size for step in range(1, self.size)]
         sources = [(rank, arriving[rank]) for rank in reversed(around) if arriving[rank].numel()]
         return self._messages(sources, [(rank, leaving[rank]) for rank in around if leaving[rank].numel()])

@@ -65,7 +65,9 @@ class Groups:
             raise PlanError(
                 f"process groups of the ranks {[ranks for _, ranks in missing]} were not made while all ranks were there"
             )
-        if missing:  # an NCCL group takes device memory for good, so the same ranks share one for every purpose
+        # By all ranks of the world, members or not. An NCCL group takes device memory for good, so for one use the same ranks share
+        # one.
+        if missing:
             made, own = make_groups([ranks for _, ranks in missing], self._backend, self._timeout), dist.get_rank()
             self._made |= {key: made if own in key[1] else None for key in missing}
         return next((group for key in keys if (group := self._made[key]) is not None), None)
@@ -77,7 +79,8 @@ class Groups:
         return known
 
 
-_of_worlds: WeakKeyDictionary[dist.ProcessGroup, dict[Any, Groups]] = WeakKeyDictionary()
+# By world: the groups of one that was destroyed must not outlive it.
+_groups_by_world: WeakKeyDictionary[dist.ProcessGroup, dict[Any, Groups]] = WeakKeyDictionary()
 
 
 def groups_of_world(like: dist.ProcessGroup | None, timeout: timedelta | None = None) -> Groups:
@@ -86,7 +89,7 @@ def groups_of_world(like: dist.ProcessGroup | None, timeout: timedelta | None = 
     if like is None or world is None:
         return Groups(None)
     timeout = timeout or timeout_of(like)
-    return _of_worlds.setdefault(world, {}).setdefault((dist.get_backend(like), timeout), Groups(like, timeout))
+    return _groups_by_world.setdefault(world, {}).setdefault((dist.get_backend(like), timeout), Groups(like, timeout))
 
 
 class SequenceMesh:

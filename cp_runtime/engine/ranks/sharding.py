@@ -57,7 +57,7 @@ def split_ranges(length: int, parts: int, shares: Shares = ()) -> tuple[tuple[in
     return tuple(pairwise(accumulate(split_sizes(length, parts, shares), initial=0)))
 
 
-UNFAIR = 1.1  # a group may get this many times its share
+MAX_OVERLOAD = 1.1  # a group may get this many times its share
 
 
 def batch_groups(items: int, ranks: int, degree: int, sequence: bool, group_shares: Callable[[int], Shares]) -> int:
@@ -79,7 +79,7 @@ def batch_groups(items: int, ranks: int, degree: int, sequence: bool, group_shar
 def _is_fair(items: int, groups: int, shares: Shares) -> bool:
     """Return whether no group gets (much) more of the items than its share."""
     parts = zip(split_sizes(items, groups, shares), shares or (1,) * groups, strict=True)
-    return max(own / share for own, share in parts) * (sum(shares) or groups) <= items * (UNFAIR if shares else 1)
+    return max(own / share for own, share in parts) * (sum(shares) or groups) <= items * (MAX_OVERLOAD if shares else 1)
 
 
 def in_rounds(sizes: Sequence[int], ranks: int) -> list[list[int]]:

@@ -52,6 +52,7 @@ class Neighbours:
     def __init__(self, group: RankGroup, own: Tensor, dim: int, layout: JointLayout, scale: int, above: int, below: int) -> None:
         self._own, self._dim = own, dim
         ranks, me, per_row = range(group.size), group.rank, own.numel() // own.shape[dim]
+        # Of every rank, as both sides of a message derive its rows: none carries a size.
         wanted = [needed(layout, rank, scale, above, below) for rank in ranks]
         there = [tuple(scale * row for row in layout.contributed(rank)) for rank in ranks]
         self._counts = [stop - start for start, stop in wanted[me]]

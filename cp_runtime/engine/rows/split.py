@@ -123,10 +123,12 @@ class SplitRows(TorchFunctionMode):
         strides, paddings, dilations = (_each(v, weight.ndim - 2) for v in (given["stride"], padding, given["dilation"]))
         reach = (weight.shape[self._dim] - 1) * dilations[self._dim] + 1
         window = Window(input.shape[self._dim], self._held, reach, strides[self._dim], paddings[self._dim])
+        # Alike on all ranks: these follow from kernel, stride and padding, not from the rows of a rank.
         if not window.above and not window.below:
             return run(input, paddings)
         group, dim, layout = self._mesh.whole, self._dim, self._layout
         own = input.narrow(dim, window.given, window.rows)
+        # Under way while the convolution runs. Also on a rank that needs no rows: others may need its own.
         neighbours = Neighbours(group, own, dim, layout, window.rows // self._held, window.above, window.below)
         start, stop = layout.contributed(group.rank)
         edges = start == 0, stop in (0, layout.total)
@@ -135,7 +137,7 @@ class SplitRows(TorchFunctionMode):
         inside = list(paddings)
         inside[dim] = 0
         out = run(input, paddings) if first < last else None  # with so few rows, all of the result depends on others
-        around = self._around(input, own, window, neighbours, edges)
+        around = self._rows_to_read(input, own, window, neighbours, edges)
         if out is None:
             return run(_rows(around, dim, *window.reads(0, window.out)), inside)
         for begin, end in ((0, first), (last, window.out)):
@@ -143,7 +145,7 @@ class SplitRows(TorchFunctionMode):
                 out.narrow(dim, begin, end - begin).copy_(run(_rows(around, dim, *window.reads(begin, end)), inside))
         return out
 
-    def _around(
+    def _rows_to_read(
         self, x: Tensor, own: Tensor, window: Window, neighbours: Neighbours, edges: tuple[bool, bool]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the rows that the convolution reads: above, this rank's, below. `edges`: which are the picture's."""
@@ -170,6 +172,7 @@ class SplitRows(TorchFunctionMode):
         if rows % self._held or max(above, below) > rows // self._held * min(owned[there[0]], owned[there[-1]]):
             raise PlanError(f"circular padding by {above} and {below} of {rows} rows is not shared. Decode in tiles.")
         top, bottom = input.narrow(dim, 0, below), input.narrow(dim, rows - above, above)
+        # Of all ranks with rows only the first and the last contribute.
         lengths = [below * (rank == there[0]) + above * (rank == there[-1]) for rank in range(len(owned))]
         mine = [part for part, rank in ((top, there[0]), (bottom, there[-1])) if rank == self._mesh.rank]
         (ends,) = self._mesh.whole.all_gather([torch.cat([input.narrow(dim, 0, 0), *mine], dim)], lengths, dim)
@@ -194,6 +197,7 @@ class SplitRows(TorchFunctionMode):
         (all_ranks,) = group.all_gather([local[: there[group.rank]]], there, 0)
         shares = self._parts(local)
         means, variances = all_ranks.unbind(1)
+        # The law of total variance, over ranks in proportion to their rows.
         mean = (shares * means).sum(0)
         variance = (shares * (variances + (means - mean) ** 2)).sum(0)
         # Batch norm with these as its running statistics: one pass, in float32, without a copy.

@@ -25,7 +25,7 @@ from ..ranks.collectives import Pending, RankGroup
 from .blocks import Block, blocks_of
 from .packing import ALIGNMENT, Packing, round_up
 
-PIECES = 8  # of a block
+PIECES = 8  # of a block: a portion behind each attention is a whole number of them
 SMALLEST_PIECE = 4 << 20  # bytes
 
 
@@ -118,7 +118,7 @@ class ShardedWeights:
         self._place = 0  # position in the order
         self._attentions = 0  # since the last block was entered
         self._in_call = False
-        self._beside_others = ranks.may_overlap
+        self._may_overlap = ranks.may_overlap
         self._stream = None if device.type == "cpu" else torch.get_device_module(device).Stream(device)
         self._hooks = []
         for block in self.blocks.values():
@@ -148,7 +148,7 @@ class ShardedWeights:
         new = self._sharded[name] = ShardedBlock(block, taken, self._ranks, self._device, self._on_host, self._remedy)
         self._order = [new if each is old else each for each in self._order]
         if old in self._held:
-            self._let_go(old)
+            self._evict(old)
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
@@ -158,18 +158,18 @@ class ShardedWeights:
             self.free_buffers()
             self._buffers = [self._new_buffer(largest) for _ in range(2)]
         self._entered, self._place, self._in_call = [], 0, True
-        if not self._alike():
+        if not self._ranks_agree():
             self._order = []
             while self._held:
-                self._let_go(self._held[0])
+                self._evict(self._held[0])
         self._fetch_next()
         try:
             yield
             self._order = self._entered
-            self._settle()
+            self._end_call()
         except BaseException:
             with contextlib.suppress(RuntimeError):  # a peer is gone; the first failure is the error
-                self._settle()
+                self._end_call()
             raise
         finally:
             self._in_call = False
@@ -177,12 +177,12 @@ class ShardedWeights:
     def after_attention(self) -> None:
         """Note that an attention, with its exchanges, has been launched."""
         self._attentions += 1
-        self._portion()
+        self._request_portion()
 
     def free_buffers(self) -> None:
         """Drop the buffers until the next call."""
         while self._held:
-            self._let_go(self._held[0])
+            self._evict(self._held[0])
         self._buffers = []
 
     def restore(self, device: torch.device | None = None) -> None:
@@ -191,7 +191,7 @@ class ShardedWeights:
         with _plain():
             for sharded in self._sharded.values():
                 sharded.buffer = buffer = self._new_buffer(sharded.nbytes)
-                self._ask(sharded, len(sharded.shard))
+                self._request(sharded, len(sharded.shard))
                 _wait(sharded)
                 sharded.fill(buffer.to(device or self._device))
                 sharded.buffer = None
@@ -204,7 +204,7 @@ class ShardedWeights:
         self._sharded.clear()
         self._order, self._entered, self._buffers, self._held = [], [], [], []
 
-    def _alike(self) -> bool:
+    def _ranks_agree(self) -> bool:
         """Return whether all ranks expect the same blocks and hold the same ones.
 
         A rank that has reloaded its model since the last call, or left that call by an error, knows nothing of it, and would send
@@ -212,6 +212,7 @@ class ShardedWeights:
         """
         names = [*(sharded.block.name for sharded in self._order), "", *(sharded.block.name for sharded in self._held)]
         known = zlib.crc32("\n".join(names).encode())
+        # One collective for both ends: the largest of -x is the smallest of x, and all are equal where these meet.
         high, low = self._ranks.largest(torch.tensor([known, -known], device=self._device)).tolist()
         return bool(high == -low)
 
@@ -223,10 +224,10 @@ class ShardedWeights:
             raise PlanError(
                 f"{name} runs outside of a call of the model, but its weights are put together in one only. {self._remedy}"
             )
-        if sharded.buffer is None and not self._start(sharded):
+        if sharded.buffer is None and not self._assign_buffer(sharded):
             raise PlanError(f"{name} runs inside of two other blocks, and two are there at a time. {self._remedy}")
         sharded.running += 1
-        self._ask(sharded, len(sharded.shard))
+        self._request(sharded, len(sharded.shard))
         _wait(sharded)
         if not sharded.is_whole:
             sharded.check()
@@ -237,7 +238,7 @@ class ShardedWeights:
                 self._place = self._order.index(sharded, self._place) + 1
         self._attentions = 0
         self._fetch_next()
-        self._portion()
+        self._request_portion()
 
     def _leave(self, name: str, *_: object) -> None:
         if (sharded := self._sharded.get(name)) is not None:
@@ -251,28 +252,29 @@ class ShardedWeights:
     def _fetch_next(self) -> None:
         """Give a buffer to the next expected block, if there is one."""
         if (expected := self._expected) is not None and expected.buffer is None:
-            self._start(expected)
+            self._assign_buffer(expected)
 
-    def _portion(self) -> None:
+    def _request_portion(self) -> None:
         """Request a part of the next block, so that all of it is requested when the attentions of this one are over."""
         if (expected := self._expected) is None or expected.buffer is None:
             return
+        # From counts that are the same on all ranks (blocks and attentions so far), so that peers send the same pieces.
         attentions = self._entered[-1].attentions if self._entered else 0
         left = len(expected.shard) - expected.fetched
-        self._ask(expected, -(-left // max(1, attentions + 1 - self._attentions)))
+        self._request(expected, -(-left // max(1, attentions + 1 - self._attentions)))
 
-    def _start(self, sharded: ShardedBlock) -> bool:
+    def _assign_buffer(self, sharded: ShardedBlock) -> bool:
         """Give a buffer to a block: a free one, or an idle block's, preferably not the next one's. False if all run."""
         if not self._buffers:
             idle = [held for held in self._held if not held.running]
             if not idle:
                 return False
-            self._let_go(min(idle, key=lambda held: held is self._expected))
+            self._evict(min(idle, key=lambda held: held is self._expected))
         sharded.buffer = self._buffers.pop()
         self._held.append(sharded)
         return True
 
-    def _let_go(self, sharded: ShardedBlock) -> None:
+    def _evict(self, sharded: ShardedBlock) -> None:
         """Take a block's buffer, once all its pieces in flight have arrived."""
         _wait(sharded)
         sharded.fill(None)
@@ -281,21 +283,23 @@ class ShardedWeights:
             self._buffers.append(sharded.buffer)
         sharded.buffer, sharded.fetched = None, 0
 
-    def _ask(self, sharded: ShardedBlock, pieces: int) -> None:
+    def _request(self, sharded: ShardedBlock, pieces: int) -> None:
         """Request the next pieces of a block with a buffer, after all work launched so far."""
         numbers = range(len(sharded.shard))[sharded.fetched : sharded.fetched + pieces]
         if not numbers or sharded.buffer is None:
             return
-        with self._beside():
+        # Behind all work launched so far (`_side_stream`): kernels of the buffer's last block may still read it.
+        with self._side_stream():
             for number in numbers:
                 whole = sharded.buffer[number * sharded.piece : (number + 1) * sharded.piece]
                 own = sharded.shard[number].to(self._device, non_blocking=True)
                 sharded.pending.append(self._ranks.gather_parts(own, whole))
         sharded.fetched = numbers.stop
-        if not self._beside_others:
+        # Two groups of NCCL whose kernels overlap may deadlock: see `RankGroup.may_overlap`.
+        if not self._may_overlap:
             _wait(sharded)
 
-    def _settle(self) -> None:
+    def _end_call(self) -> None:
         """End the call: no pieces in flight, no running block, and no block with its weights.
 
         Complete blocks stay in their buffers.
@@ -304,7 +308,7 @@ class ShardedWeights:
             sharded.running = 0
         for sharded in list(self._held):
             if sharded.fetched < len(sharded.shard) or sharded.pending:
-                self._let_go(sharded)
+                self._evict(sharded)
             else:
                 sharded.fill(None)
 
@@ -312,7 +316,7 @@ class ShardedWeights:
         with _plain():
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
-    def _beside(self) -> contextlib.AbstractContextManager[object]:
+    def _side_stream(self) -> contextlib.AbstractContextManager[object]:
         """Return a context on a separate stream, after the work launched so far."""
         if self._stream is None:
             return contextlib.nullcontext()

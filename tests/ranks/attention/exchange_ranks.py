@@ -82,7 +82,7 @@ for _ in range(20):
     for degrees in ((4, 1, "alltoall"), (2, 2, "alltoall"), (1, 4, "alltoall")):
         _, moved, _, _ = attend(meshes["shared"], *degrees, LENGTHS[0])
         sent += sum(moved.values())
-    sizes.append(sum(each.segments[each.rank].size for each in exchange._of_groups.values() if each is not None))
+    sizes.append(sum(each.segments[each.rank].size for each in exchange._exchanges.values() if each is not None))
 
 
 def kinds(mesh):

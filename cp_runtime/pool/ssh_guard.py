@@ -12,11 +12,11 @@ import signal
 import time
 
 GRACE = 1.0  # seconds that a rank gets to end by itself
-LOOK = 0.1
+POLL = 0.1
 _HUNG_UP = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
 
 
-def be_child() -> None:
+def fork_guarded() -> None:
     """Go on in a child of this process. This process waits for its end, and exits as a shell would say how it ended."""
     child = os.fork()
     if child == 0:
@@ -32,8 +32,8 @@ def be_child() -> None:
             code = os.waitstatus_to_exitcode(status)
             os._exit(code if code >= 0 else 128 - code)
         if hung_up:
-            time.sleep(LOOK)
+            time.sleep(POLL)
             if time.monotonic() - hung_up > GRACE:
                 os.kill(child, signal.SIGKILL)
-        elif poller.poll(LOOK * 1000):
+        elif poller.poll(POLL * 1000):
             hung_up = time.monotonic()

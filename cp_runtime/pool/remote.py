@@ -1,4 +1,4 @@
-"""What a rank on another computer does before it imports anything: it says what is installed, and connects by the right network."""
+"""The first steps of a rank on another computer, before any import: it reports what is installed, and picks a network interface."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .facts import facts_of
 from .frames import Frame, Inbox
 
 MARK = b"\0context parallel\0"  # before the first frame: a shell may print something when it starts
-# Variables that tell gloo, NCCL, Intel's oneCCL and Ascend's HCCL where to listen.
+# Network interfaces of gloo, NCCL, Intel's oneCCL and Ascend's HCCL.
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "CCL_KVS_IFACE", "HCCL_SOCKET_IFNAME")
 _FOLDERS = ("base", "models", "input", "output", "temp", "user")
 _FILES = ("extra-model-paths-config", "front-end-root", "database-url", "tls-keyfile", "tls-certfile")
@@ -21,8 +21,8 @@ CONNECTION = "SSH_CONNECTION"  # environment variable of sshd: addresses and por
 
 
 def prepare(inbox: Inbox, site: dict[str, Any]) -> dict[str, str]:
-    """Say which process this is and what is installed here. Returns this computer's own environment of a rank. `site`: see
-    `processes.told`; its first folder is ComfyUI's."""
+    """Report this process's id and what is installed here; return the environment of a rank on this computer. `site`: see
+    `processes.site_message`; its first folder is ComfyUI's."""
     site["argv"] = without_paths(site["argv"])
     inbox.begin(MARK)
     inbox.send(Frame(json.dumps({"pid": os.getpid(), "facts": facts_of(next(iter(site["path"]), ""))}).encode()))
