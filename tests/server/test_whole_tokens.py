@@ -72,7 +72,7 @@ REFUSED = {
     "by_rank": "compute something else with that than one device",
     "raises": "raised ValueError: this needs the main process",
     "raises_on_rank_1": "raised ValueError: this needs the first process",
-    "runs_on_rank_0": "runs its block on some of the workers only",
+    "runs_on_rank_0": "does not run the same blocks on all workers",
 }
 """None may leave the others waiting."""
 

@@ -24,7 +24,7 @@ for family in families.NAMES:
     for name, spec in families.load(family).MODELS.items():
         errors[f"{family}/{name}"] = error_of(build(spec))
 model = build(families.load("sensenova").MODELS["sensenova"])
-owner = type("Patcher", (), {"model": model})()  # held weakly
+owner = type("Patcher", (), {"model": model, "object_patches_backup": {}})()  # held weakly
 intercept(owner, model)
 errors["prepared before sampling"] = [name for name, value in vars(model).items() if isinstance(value, LocalTexts)]
 report(**errors)

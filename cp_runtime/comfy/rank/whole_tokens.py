@@ -101,7 +101,7 @@ class _Blocks:
             number = crc32(name.encode())
             most, least = ranks.largest(torch.tensor([number, -number], device=ranks.device)).tolist()
             if most != -least:
-                raise PatchError(f"{self._name} runs {name or 'a block'} on some of the workers only")
+                raise PatchError(f"{self._name} does not run the same blocks on all workers")
 
 
 def plain(thing: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import nn
@@ -14,19 +15,19 @@ _FORWARD = "forward"  # replaced for the time of a call
 
 
 def attributes_of(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes of a module that ComfyUI does not set by itself."""
-    cls: Any = type(module)
-    later = set_later(cls)
-    return {
-        name: value
-        for name, value in vars(module).items()
-        if not (name in STANDARD or name in later or name == _FORWARD or BOOKKEEPING.fullmatch(name) or is_ours(value))
-    }
+    """Return the attributes of a module that ComfyUI does not set by itself. Some µs, as calls look at all modules."""
+    cls = type(module)
+    return {name: value for name, value in vars(module).items() if _is_free(cls, name) and not is_ours(value)}
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _is_free(cls: Any, name: str) -> bool:
+    """Return whether ComfyUI does not set an attribute of a class's modules by itself."""
+    return not (name in STANDARD or name == _FORWARD or name in set_later(cls) or BOOKKEEPING.fullmatch(name))
 
 
 def set_attributes(module: nn.Module, wanted: dict[str, Any]) -> None:
     """Have a module have these attributes, of those that ComfyUI does not set, and no others."""
-    now = attributes_of(module)
-    for name in now.keys() - wanted.keys():
+    for name in attributes_of(module).keys() - wanted.keys():
         delattr(module, name)
     vars(module).update(wanted)

@@ -50,6 +50,7 @@ class Owner(Protocol):
     model: Any
     cp_run: Any
     cp_config: RuntimeConfig
+    object_patches_backup: dict[str, Any]
 
     def refuse_call(self, error: UnsupportedError) -> None: ...
 
@@ -325,7 +326,7 @@ def intercept(owner: Owner, model: nn.Module) -> None:
     if innermost == "_forward" and "forward" in own and "_forward" not in own:  # may bypass `_forward`
         replacements["forward"] = GuardedForward
     replacements |= {method: LocalTexts for method in TEXTS if hasattr(type(model), method)}
-    loaded(model)
+    loaded(model, {name.removeprefix(PREFIX): before for name, before in owner.object_patches_backup.items()})
     guard = ModuleGuard(owner)
     for method, replacement in replacements.items():
         setattr(model, method, replacement(owner, model, method, guard))

@@ -27,7 +27,7 @@ FORWARDS = (*METHODS, "forward_orig")
 
 
 class AsLoaded(NamedTuple):
-    """A transformer as it was loaded: its modules by path, without itself, and their attributes."""
+    """A transformer as it was loaded: its own modules by path, without itself, and their attributes."""
 
     modules: Mapping[str, nn.Module]
     attributes: Mapping[str, frozenset[str]]
@@ -43,9 +43,13 @@ def innermost_method(model: nn.Module) -> str:
     return "_forward" if hasattr(type(model), "_forward") else "forward"
 
 
-def loaded(model: nn.Module) -> None:
-    """Remember a transformer as it is loaded."""
+def loaded(model: nn.Module, before: Mapping[str, Any]) -> None:
+    """Remember a transformer as it is loaded. `before`: what was in the place of object patches, by path."""
     modules = {path: module for path, module in model.named_modules() if path}
+    for name, own in before.items():
+        if isinstance(own, nn.Module):
+            modules = {path: module for path, module in modules.items() if not f"{path}.".startswith(f"{name}.")}
+            modules |= {f"{name}.{path}".rstrip("."): module for path, module in own.named_modules()}
     attributes = {path: frozenset(attributes_of(module)) for path, module in [("", model), *modules.items()]}
     _LOADED[model] = AsLoaded(modules, attributes)
 

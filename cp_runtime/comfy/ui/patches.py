@@ -260,8 +260,7 @@ class _References:
     """What ranks have otherwise: modules of the transformer by path, networks of patches by key, and of a VAE its compression."""
 
     def __init__(self, model: nn.Module, objects: Mapping[str, Any]) -> None:
-        modules = [thing for path, thing in objects.items() if "." in path and isinstance(thing, nn.Module)]
-        placed = {id(part) for thing in modules for part in thing.modules()}
+        placed = {id(thing) for thing in objects.values()}
         self._paths = {number: path for number, path in paths_of(model).items() if number not in placed}
         self.networks: dict[str, nn.Module] = {}
 

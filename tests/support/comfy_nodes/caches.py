@@ -72,7 +72,7 @@ def tea_cache(model: ModelPatcher, resets: bool = True, skipping: bool = True) -
         step = int((sigmas - args["timestep"][0]).abs().argmin())
         if resets and step == 0 and hasattr(transformer, "test_cache"):
             del transformer.test_cache
-        options["test_step"] = step if skipping else 0
+        options["test_step"] = step + (not resets) if skipping else 0  # also at the first step, where notes last
         with patch.multiple(transformer, forward_orig=forward.__get__(transformer, type(transformer))):
             return apply_model(args["input"], args["timestep"], **args["c"])
 
@@ -104,12 +104,13 @@ class CachedBlocks(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         context = _context
         assert context is not None
+        given = tokens_of(args, kwargs).clone()  # blocks change their inputs in place
         out = self.blocks[0](*args, **kwargs)
-        first = tokens_of(*following(out, args, kwargs))
-        change, last = first - tokens_of(args, kwargs), context.get("change")
+        first = tokens_of(*following(out, args, kwargs)).clone()
+        change, last = first - given, context.get("change")
         context["calls"] += 1
         if last is not None and last.shape == change.shape and close(change, last) and context["calls"] % 2:
-            return with_tokens(out, first + 1.5 * context["residual"], kwargs)
+            return with_tokens(out, first + context["residual"], kwargs)
         context["change"] = change
         for block in list(self.blocks)[1:]:
             args, kwargs = following(out, args, kwargs)
