@@ -17,6 +17,15 @@ from support.package import load_package
 
 load_package()
 stand_in.use(stand_in.Cards({cards}))
+
+
+def refused(kind, words, act):
+    try:
+        act()
+    except kind as error:
+        assert words in str(error), error
+    else:
+        raise AssertionError(f"{{words}}: not refused")
 """
 
 Run = Callable[..., "CompletedProcess[str]"]

@@ -14,13 +14,11 @@ from cp_runtime.pool.cancel import CancelPoints
 RANKS, PLACES = 3, 12
 
 
-def walk(points, *, pause=lambda: None, pledges=False, stops_at=None, passed=lambda place: None):
+def walk(points, *, pause=lambda: None, pledges=False, passed=lambda place: None):
     """Pass all places as a rank does. Returns the place left at, or None."""
     sure = False
     for place in range(1, PLACES + 1):
         pause()
-        if place == stops_at:
-            return None
         if points.leave():
             assert not sure
             return place

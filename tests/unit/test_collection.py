@@ -53,8 +53,6 @@ def play():
 
 
 # --- reports and deaths -----------------------------------------------------------------------------------------------
-
-
 def test_all_report_well(play):
     assert play.tick() == Wait(until=BEGAN + TIMEOUT)
     for rank in (2, 0):
@@ -119,8 +117,6 @@ def test_a_second_failure_gives_no_more_time(play):
 
 
 # --- the deadline -----------------------------------------------------------------------------------------------------
-
-
 def test_the_late_rank_is_named(play):
     for rank in (0, 2):
         play.collection.reported(rank, good())
@@ -143,8 +139,6 @@ def test_what_arrived_counts_after_the_deadline(play):
 
 
 # --- cancel and abort -------------------------------------------------------------------------------------------------
-
-
 def test_cancel_in_time(play):
     play.tick()
     asked = play.now
@@ -271,8 +265,6 @@ def test_a_rank_that_compiles_gets_no_longer_to_leave():
 
 
 # --- how long modules take --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("looks", "longest"),
     [

@@ -52,6 +52,14 @@ def coming(one, source, count):
     return one.messages([(source, target)], ()), target
 
 
+def passes(one, other, tensor):
+    """Send a message from rank 0 to rank 1, and see it arrive."""
+    send(one, 1, tensor)
+    work, target = coming(other, 0, tensor.numel())
+    work.wait()
+    assert torch.equal(target, tensor)
+
+
 def test_messages_of_all_sizes_arrive_in_order():
     """In pieces and in none, to several ranks at a time, while memory is used again."""
     draw, ranks = random.Random(0), made(3)
@@ -85,10 +93,7 @@ def test_memory_grows_with_the_messages_and_is_used_again():
     one, two = made()
     sizes = []
     for count in (100, 100, 1 << 20, 1 << 20, 100, 1 << 20, 1 << 22):
-        work, target = coming(two, 0, count)
-        send(one, 1, numbers(count))
-        work.wait()
-        assert torch.equal(target, numbers(count))
+        passes(one, two, numbers(count))
         sizes.append(one.segments[0].size - one.segments[0].begin)
     assert sizes == [4096] * 2 + [4096 + (1 << 20)] * 4 + [4096 + (1 << 20) + (1 << 22)]
     assert os.fstat(one.segments[0].fd).st_size == one.segments[0].size
@@ -132,13 +137,10 @@ def test_what_is_thrown_away_in_the_middle_of_another_release_is_released_by_the
         gc.collect()
     before = one.segments[0].size
     for _ in range(3):
-        send(one, 1, numbers(PIECE))
-        work, target = coming(other, 0, PIECE)
-        work.wait()
-        assert torch.equal(target, numbers(PIECE))
+        passes(one, other, numbers(PIECE))
     one.trim()
     assert one.segments[0].size == one.segments[0].begin < before
-    work, target = coming(one, 1, PIECE)
+    work, _ = coming(one, 1, PIECE)
     work.wait()
     other.trim()
     assert other.segments[1].size == other.segments[1].begin
@@ -180,10 +182,7 @@ def test_tensors_of_the_same_memory_are_kept_and_not_without_end():
     """A rank reads what the other wrote last, also after that one gave its memory back and took it again."""
     one, two = made()
     for count in [*range(1, 2 * segment.VIEWS), *range(1, 100)]:
-        work, target = coming(two, 0, count)
-        send(one, 1, numbers(count, count))
-        work.wait()
-        assert torch.equal(target, numbers(count, count))
+        passes(one, two, numbers(count, count))
         if count % 50 == 0:
             one.trim()
     assert all(len(each._views) <= segment.VIEWS for each in (*one.segments, *two.segments))
@@ -306,10 +305,7 @@ def test_nothing_is_sent_where_there_is_no_room_for_all():
             one.messages((), [(1, numbers(3)), (1, numbers(2 << 20))])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    work, target = coming(two, 0, 3)
-    send(one, 1, numbers(3, 10))
-    work.wait()
-    assert torch.equal(target, numbers(3, 10))
+    passes(one, two, numbers(3, 10))
 
 
 def test_what_is_empty_is_no_message():

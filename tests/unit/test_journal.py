@@ -46,8 +46,6 @@ def test_a_rank_that_idles_waits_and_says_nothing_about_the_link():
 
 
 # --- words, parts and JSON of a result ----------------------------------------------------------------------------------------
-
-
 def result(words, times=None, alone=(), ranks=2, per_call=1.0, **more):
     return pytest.param(RunResult(ranks=ranks, per_call=per_call, alone=alone, **more), times, words, id=words)
 
@@ -95,8 +93,6 @@ def test_one_result_in_words_and_figures(result, times, words):
 
 
 # --- one device against several --------------------------------------------------------------------------------------------
-
-
 def a_run(key="flux", *records):
     """A run on one device called "cpu", or the calls on ranks; it has ended."""
     run = RunStats(key, "cpu")
@@ -232,8 +228,6 @@ def test_runs_are_measured_by_themselves_once_and_where_that_is_a_small_part_of_
 
 
 # --- errors ------------------------------------------------------------------------------------------------------------------
-
-
 def test_errors_are_kept_when_they_are_over(journal):
     first, second = (journal.fail(MirrorError(text), Node("p", "7", "KSampler")) for text in ("one", "two"))
     journal.run_succeeded()

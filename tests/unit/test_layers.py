@@ -10,16 +10,8 @@ PARTS = {"engine/attention", "engine/weights"}
 ENGINE = {*BASE, "engine", "engine/ranks", "engine/exchange", *PARTS}
 BELOW_COMFY = {*ENGINE, "families", "vaes", "pool"}  # more of them for the side in ComfyUI's process
 LAYERS = {
-    "errors": set(),
-    "compat": set(),
-    "nested": set(),
-    "recent": set(),
-    "version": set(),
-    "comfyui": set(),
-    "cache": {"system"},
-    "pinned": {"system"},
-    "words": set(),
-    "system": {"system"},
+    **{part: set() for part in ("errors", "compat", "nested", "recent", "version", "comfyui", "words")},
+    **{part: {"system"} for part in ("cache", "pinned", "system")},
     "engine/exchange": {*BASE, "engine/exchange"},
     "engine/ranks": {*BASE, "engine/ranks", "engine/exchange"},
     **{part: {*BASE, "engine/ranks", part} for part in PARTS},
