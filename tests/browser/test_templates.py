@@ -150,12 +150,16 @@ def test_advanced_inputs_are_folded_away_on_the_canvas(page):
     assert "Advanced inputs" not in node["inputs"]
 
 
-@MADE_UP_GPUS
-def test_devices_can_be_picked(page):
-    """From what the machine has. All of them are no choice."""
+def add_config_with_choice(page):
     add_node(page, "CPConfig")
     page.wait_for_function("() => app.graph.nodes[0].widgets.some(widget => widget.name === 'Choose devices…')")
     show_node(page, "CPConfig")
+
+
+@MADE_UP_GPUS
+def test_devices_can_be_picked(page):
+    """From what the machine has. All of them are no choice."""
+    add_config_with_choice(page)
     chosen = "app.graph.nodes[0].widgets.find(widget => widget.name === 'devices').value"
     page.mouse.click(*point_in(page, "CPConfig", "Choose devices…"))
     page.locator(".litecontextmenu").get_by_text("cuda:1 RTX 3090 24 GB").click()
@@ -168,9 +172,7 @@ def test_devices_can_be_picked(page):
 @MADE_UP_GPUS
 def test_picking_devices_leaves_other_computers_alone(page):
     """A name is text, whatever a workflow has there. The number of GPUs goes: it would contradict the names."""
-    add_node(page, "CPConfig")
-    page.wait_for_function("() => app.graph.nodes[0].widgets.some(widget => widget.name === 'Choose devices…')")
-    show_node(page, "CPConfig")
+    add_config_with_choice(page)
     values = "app.graph.nodes[0].widgets.slice(0, 2).map(widget => widget.value)"
     set_both = "text => app.graph.nodes[0].widgets.slice(0, 2).forEach((widget, at) => { widget.value = [4, text][at]; })"
     page.evaluate(set_both, "cuda:0,cuda:1,gpubox/cuda:0,<hr>")

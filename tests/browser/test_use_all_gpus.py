@@ -35,6 +35,13 @@ def opened(page, graph):
     return saved(page)
 
 
+def built(page, prompt):
+    """The graph of a prompt."""
+    page.evaluate("prompt => app.loadApiJson(prompt, 'test')", prompt)
+    page.wait_for_timeout(300)
+    return saved(page)
+
+
 def saved(page):
     return page.evaluate("() => JSON.parse(JSON.stringify(app.rootGraph.serialize()))")
 
@@ -125,9 +132,7 @@ def test_one_that_is_there_stays_with_its_settings(page):
         **prompt["sampler"],
         "inputs": {**prompt["sampler"]["inputs"], "model": prompt["cp_apply"]["inputs"]["model"]},
     }
-    page.evaluate("prompt => app.loadApiJson(prompt, 'test')", prompt)
-    page.wait_for_timeout(300)
-    before = saved(page)
+    before = built(page, prompt)
     during = run(page)
     assert len(added(before)) == 1
     assert len(added(during)) == 2
@@ -137,8 +142,7 @@ def test_one_that_is_there_stays_with_its_settings(page):
 
 
 def test_a_bypassed_one_is_used_again(page):
-    page.evaluate("prompt => app.loadApiJson(prompt, 'test')", flux_prompt(cp={}))
-    page.wait_for_timeout(300)
+    built(page, flux_prompt(cp={}))
     page.evaluate("kind => { app.graph.nodes.find(node => node.type === kind).mode = 4; }", APPLY)
     during = run(page)
     assert [node["mode"] for node in during["nodes"] if node["type"] == APPLY] == [0]
@@ -212,8 +216,7 @@ MAKE_SUBGRAPH = """kinds => {
 @pytest.mark.parametrize("nested", [False, True], ids=["one", "nested"])
 def test_a_subgraph_that_was_made_here(page, patch, nested):
     """Its links name the edge of the subgraph by text. Pressed twice, nothing is left; saved and opened again, it is as it was."""
-    page.evaluate("prompt => app.loadApiJson(prompt, 'test')", flux_prompt())
-    page.wait_for_timeout(300)
+    built(page, flux_prompt())
     if patch:
         page.evaluate(
             """kind => {
@@ -236,7 +239,6 @@ def test_a_subgraph_that_was_made_here(page, patch, nested):
     assert links(during).total() == links(before).total() + 1
     again = opened(page, during)
     assert (list(origins(again).values()), links(again).total()) == ([[APPLY]], links(during).total())
-    during = again
     assert not page.evaluate(
         "() => app.rootGraph.nodes.concat(...[...app.rootGraph.subgraphs.values()].map(each => each.nodes))"
         ".filter(node => node.type === 'ApplyContextParallel' && node.inputs[0].link == null).length"
@@ -264,10 +266,8 @@ def test_one_sampler_of_two(page):
     """What is selected alone is changed: a sampler, or all in a group."""
     prompt = flux_prompt()
     prompt["other"] = {**prompt["sampler"], "inputs": {**prompt["sampler"]["inputs"]}}
-    page.evaluate("prompt => app.loadApiJson(prompt, 'test')", prompt)
-    page.wait_for_timeout(300)
+    before = built(page, prompt)
     first, second = page.evaluate("() => app.graph.nodes.filter(node => node.type === 'KSampler').map(node => node.id)")
-    before = saved(page)
     page.evaluate(SELECT, [first])
     during = run(page, FOR_SELECTION)
     assert {key[1]: kinds for key, kinds in origins(during).items()} == {first: [APPLY], second: ["UNETLoader"]}
@@ -293,8 +293,7 @@ def test_one_sampler_of_two(page):
 
 def test_what_it_says(page):
     """How many samplers use how many devices; one message at a time; a device that is off is named."""
-    page.evaluate("prompt => app.loadApiJson(prompt, 'test')", flux_prompt())
-    page.wait_for_timeout(300)
+    built(page, flux_prompt())
     toast = page.locator(".p-toast-message")
     for words in ("1 sampler now uses 2 devices. Press Run.", "This workflow uses one GPU again."):
         page.evaluate("command => app.extensionManager.command.execute(command)", COMMAND)
