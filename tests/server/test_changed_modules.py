@@ -77,36 +77,25 @@ def test_seamless_pictures_of_a_vae(name, mode, when, server):
     assert distance(server.sample(make(mode, change=False)), plain) < 1e-4
 
 
-@pytest.mark.parametrize("served", ["sd15"])
-def test_seamless_pictures_by_another_method(served, server):
-    """Of an instance, in the place of the class's: its code is ComfyUI's alone, and a UNet splits no tokens."""
+# A method of an instance, in the place of the class's: its code is ComfyUI's alone, and a UNet splits no tokens; and a layer.
+@pytest.mark.parametrize(("served", "kind", "loaded_again"), [("sd15", "method", False), ("flux", "activation", True)])
+def test_a_model_that_a_removed_node_has_changed(served, kind, loaded_again, server):
+    """It stays so until it is loaded again, as in stock, or the change is taken back."""
     make = of(served)
     plain = server.sample(make(cp=CP))
     pids = server.worker_pids()
     try:
-        stock = server.sample(make(**changed("method")))
-        assert_close(server.sample(make(cp=CP)), stock)
-        assert differ(stock, plain)
-    finally:
-        server.run(UNDO).check()
-    assert_close(server.sample(make(cp=CP)), plain)
-    assert server.worker_pids() == pids
-
-
-@pytest.mark.parametrize("served", ["flux"])
-def test_a_model_that_a_removed_node_has_changed(served, server):
-    """It stays so until it is loaded again, as in stock."""
-    make = of(served)
-    plain = server.sample(make(cp=CP))
-    try:
-        stock = server.sample(make(**changed("activation")))
+        stock = server.sample(make(**changed(kind)))
         assert_close(server.sample(make(cp=CP)), stock)
         assert_close(server.sample(make()), stock)
         assert differ(stock, plain)
-        server.free_first()
-        assert_close(server.sample(make(cp=CP)), plain)
+        if loaded_again:
+            server.free_first()
+            assert_close(server.sample(make(cp=CP)), plain)
     finally:
         server.run(UNDO).check()
+    assert_close(server.sample(make(cp=CP)), plain)
+    assert loaded_again or server.worker_pids() == pids
 
 
 @pytest.mark.parametrize(
