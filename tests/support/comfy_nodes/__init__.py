@@ -4,24 +4,13 @@ Loaded by the server under test, never by pytest. All random content comes from 
 """
 
 import gc
+import importlib
+from pathlib import Path
 
-from . import (  # noqa: F401  (they make nodes)
-    attention,
-    caches,
-    changed,
-    conditioning,
-    encoders,
-    latent,
-    loaders,
-    model_patch,
-    on_tokens,
-    patch,
-    processes,
-    stand_ins,
-    unlisted,
-)
 from .node import NODE_CLASS_MAPPINGS
 
+for path in sorted(Path(__file__).parent.glob("[a-z]*.py")):
+    importlib.import_module(f".{path.stem}", __name__)
 gc.freeze()  # ComfyUI collects garbage between prompts, and these are always the same modules
 
 __all__ = ["NODE_CLASS_MAPPINGS"]

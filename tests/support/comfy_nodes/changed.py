@@ -14,7 +14,7 @@ from comfy.patcher_extension import WrappersMP
 from torch import nn
 from torch.nn import functional as F
 
-from .node import node
+from .node import kinds, node
 
 KEY = "test_changed"
 EINOPS: Any = sys.modules["einops.einops"]
@@ -211,11 +211,7 @@ def _decode(network: nn.Module) -> Callable[[], Any]:
     return _set(network, "decode", lambda *given: stock(*given) * 0.5)
 
 
-KINDS = {
-    name.strip("_"): kind
-    for name, kind in list(globals().items())
-    if name.startswith("_") and getattr(kind, "__annotations__", {}).get("network") is nn.Module
-}
+KINDS = kinds(globals(), nn.Module)
 
 
 def _while_sampling(model: Any, change: Callable[[Any], Callable[[], Any]]) -> Any:

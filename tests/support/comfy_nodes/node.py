@@ -12,6 +12,12 @@ KINDS: dict[type, tuple[str, dict[str, Any]]] = {
 """Type of an input in ComfyUI, and options, by the type of its default."""
 
 
+def kinds(module: dict[str, Any], argument: type) -> dict[str, Callable[..., Any]]:
+    """The functions of a module whose names begin with an underscore and whose first argument has a type, by these names."""
+    functions = {name: value for name, value in module.items() if name.startswith("_") and inspect.isfunction(value)}
+    return {name[1:]: each for name, each in functions.items() if next(iter(each.__annotations__.values())) is argument}
+
+
 def node(*returns: str, again: bool = False, **types: str | list[str]) -> Callable[[Callable[..., Any]], Any]:
     """Make a node of a function, under its name. Arguments with a default are optional inputs.
 

@@ -1,6 +1,5 @@
 """One node that attaches to a transformer what node packs do, in the shapes that the most installed ones have."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +8,7 @@ from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
 from .conditioning import Random
-from .node import node
+from .node import kinds, node
 
 
 def blocks_of(model: ModelPatcher) -> str:
@@ -221,25 +220,7 @@ def _raises(model: ModelPatcher) -> None:
     model.set_model_patch(patch, "double_block")
 
 
-KINDS: dict[str, Callable[[ModelPatcher], None]] = {
-    "attention_output": _attention_output,
-    "queries": _queries,
-    "mean": _mean,
-    "replaced_block": _replaced_block,
-    "cached_block": _cached_block,
-    "decides_by_tokens": _decides_by_tokens,
-    "forward": _forward,
-    "picture": _picture,
-    "image_only": _image_only,
-    "noted_on_the_model": _noted_on_the_model,
-    "read_off_the_model": _read_off_the_model,
-    "written_options": _written_options,
-    "fewer_blocks": _fewer_blocks,
-    "by_rank": _by_rank,
-    "raises": _raises,
-    "raises_on_rank_1": _raises_on_rank_1,
-    "runs_on_rank_0": _runs_on_rank_0,
-}
+KINDS = kinds(globals(), ModelPatcher)
 
 
 @node("MODEL", again=True, model="MODEL", kind=list(KINDS))

@@ -15,7 +15,7 @@ from comfy.patcher_extension import CallbacksMP, PatcherInjection, WrappersMP
 from comfy_api.torch_helpers import set_torch_compile_wrapper
 
 from .attention import sparse_block
-from .node import node
+from .node import kinds, node
 
 FACTOR = 0.9
 """Every patch scales something by this factor, so that one that is silently skipped shows in the output."""
@@ -63,13 +63,6 @@ def _unchanged(executor: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _scaled_image(args: Any) -> Any:
     return {**args, "img": args["img"] * FACTOR}
-
-
-def _object_patch(model: ModelPatcher) -> None:
-    # Replaces a method inside the diffusion model, as nodes that patch one block do.
-    head = "diffusion_model.final_layer" if hasattr(model.model.diffusion_model, "final_layer") else "diffusion_model.head"
-    original = model.get_model_object(f"{head}.forward")
-    model.add_object_patch(f"{head}.forward", lambda *args, **kwargs: original(*args, **kwargs) * FACTOR)
 
 
 def _injection(model: ModelPatcher) -> None:
@@ -272,7 +265,7 @@ def _clone_to_sample(model: ModelPatcher, change: Callable[[ModelPatcher], Any] 
     model.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, KEY, wrapper)
 
 
-def _changed_input(model: ModelPatcher) -> None:
+def changed_input(model: ModelPatcher) -> None:
     name = "diffusion_model.img_in.weight"
     shape = model.model_state_dict(name)[name].shape  # not what is in it: that may be patched already
     model.add_patches({name: ("diff", (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * (1 - FACTOR),))})
@@ -297,46 +290,20 @@ def _reads_embedder(model: ModelPatcher) -> None:
 
 
 KINDS: dict[str, Callable[[ModelPatcher], Any]] = {
-    "attn1_patch": _attn1_patch,
+    **kinds(globals(), ModelPatcher),
     "attn1_output_patch": lambda model: model.set_model_attn1_output_patch(lambda attn, extra_options: attn * FACTOR),
     "attn2_patch": lambda model: model.set_model_attn2_patch(lambda args: args["x"] * FACTOR),
     "post_input": lambda model: model.set_model_post_input_patch(_scaled_image),
     "double_block": lambda model: model.set_model_double_block_patch(_scaled_image),
-    "patches_replace": _patches_replace,
-    "attention_override": _attention_override,
-    "model_function_wrapper": _model_function_wrapper,
     "diffusion_model_wrapper": lambda model: model.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, _scaled),
     "apply_model_wrapper": lambda model: model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, _scaled),
     "post_cfg": lambda model: model.set_model_sampler_post_cfg_function(lambda args: args["denoised"] * FACTOR),
-    "object_patch": _object_patch,
-    "injection": _injection,
-    "weight_function": _weight_function,
-    "on_load": _on_load,
-    "changed_weight": _changed_weight,
-    "for_a_call": _for_a_call,
-    "innermost_for_a_call": _innermost_for_a_call,
-    "forward_of_the_class": _forward_of_the_class,
-    "layer_alone": _layer_alone,
     "subclass": lambda model: setattr(model, "__class__", OtherPatcher),
     "multigpu": lambda model: model.set_additional_models("multigpu", [model.clone()]),
-    "other_class": _other_class,
-    "object_argument": _object_argument,
     "unknown_option": lambda model: model.model_options["transformer_options"].update(test_option=object()),
-    "class": _class,
-    "class_of_a_patch": _class_of_a_patch,
-    "class_of_a_network": _class_of_a_network,
-    "class_restored": _class_restored,
-    "module": _module,
-    "chosen_attention": _chosen_attention,
-    "compile_eager": _compile_eager,
-    "compile_aot": _compile_aot,
     "compile_option": lambda model: set_torch_compile_wrapper(model=model, backend="inductor", options={"cpp.cxx": "/tmp/evil"}),
     "compile_alone": lambda model: model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "torch.compile", _unchanged),
-    "recorded": _recorded,
-    "clone_to_sample": _clone_to_sample,
-    "changed_clone_to_sample": lambda model: _clone_to_sample(model, _changed_input),
-    "unload_while_sampling": _unload_while_sampling,
-    "reads_embedder": _reads_embedder,
+    "changed_clone_to_sample": lambda model: _clone_to_sample(model, changed_input),
     "sparse_block": lambda model: model.set_model_patch_replace(sparse_block(), "dit", "double_block", 0),
 }
 
@@ -372,19 +339,9 @@ def TestOptions(model: Any, kind: str, read: bool) -> Any:
 def TestPatch(model: Any, kind: str) -> Any:
     """Patch a clone of the model, in the way `kind` names.
 
-    Above the denoise call: `model_function_wrapper`, `apply_model_wrapper`, `post_cfg`. Around it:
-    `diffusion_model_wrapper`. Inside it: all others. `attn2_patch` and `double_block` are called by Wan,
-    `attn1_output_patch` and `post_input` by Flux. `subclass` and `multigpu` make the model
-    look as other loaders and MultiGPU CFG Split leave it; `changed_weight` changes a weight in place, for good,
-    and `other_class` the class of the transformer, `class` a method of all Wan models until `class_restored`,
-    `class_of_a_patch` and `class_of_a_network` those of a patch behind the first layer, `module` and `chosen_attention` modules of
-    the transformer.
-    `recorded` fails where ComfyUI records what is allocated. `clone_to_sample` has ComfyUI load a clone that is gone at once,
-    `changed_clone_to_sample` one with another input layer; `unload_while_sampling` has it unload all models before every call;
-    `reads_embedder` reads a weight of SD3.
-    `innermost_for_a_call`, `forward_of_the_class` and `layer_alone` compute with modules of the transformer past its forward.
-    `unknown_option` adds an object to the transformer options that no
-    model reads, so the output does not change.
+    Above the denoise call: `model_function_wrapper`, `apply_model_wrapper`, `post_cfg`. Around it: `diffusion_model_wrapper`.
+    Inside: all others; Wan calls `attn2_patch` and `double_block`, Flux `attn1_output_patch` and `post_input`. `subclass` and
+    `multigpu` make the model look as other loaders and MultiGPU CFG Split leave it. No model reads `unknown_option`.
     """
     patched = model.clone()
     KINDS[kind](patched)

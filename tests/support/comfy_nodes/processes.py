@@ -1,8 +1,6 @@
 """Nodes that show what a server and its workers did, and take their memory."""
 
-import re
 import sys
-import threading
 from typing import Any
 
 import comfy.model_management as mm
@@ -22,13 +20,6 @@ def TestWorkerCalls(latent: Any) -> dict[str, Any]:
     (module,) = (module for name, module in sys.modules.items() if name.endswith(CONTROLLER))
     sums = module.CONTROLLER.journal.run  # which leaves the first call out, if there were more
     return {"ui": {"text": [str(sums.count + 1)]}}
-
-
-@node(again=True)
-def TestInside(modules: str = "") -> dict[str, Any]:
-    """Show the names of the server's threads, and of those modules that a pattern finds."""
-    found = [name for name in sys.modules if re.search(modules, name)]
-    return {"ui": {"text": [sorted(thread.name for thread in threading.enumerate()), sorted(found)]}}
 
 
 @node(again=True)

@@ -10,13 +10,13 @@ from comfy.patcher_extension import WrappersMP
 from torch import Tensor, nn
 
 from .conditioning import Random
-from .node import node
+from .node import kinds, node
 
 KEY = "test_unlisted"
 MIDDLE = "diffusion_model.middle_block.1"
 
 
-def _text_attention(model: ModelPatcher) -> list[tuple[Any, ...]]:
+def text_attention(model: ModelPatcher) -> list[tuple[Any, ...]]:
     """The places of attention to text, by block, number and index, and their modules."""
     transformer = model.model.diffusion_model
     found = []
@@ -49,7 +49,7 @@ class PictureAttention:
 
 def _picture(model: ModelPatcher) -> None:
     random = Random(5)
-    for name, number, index, attention in _text_attention(model):
+    for name, number, index, attention in text_attention(model):
         width = attention.to_q.out_features
         made = PictureAttention(random(1, 4, width), random(1, 4, width), 0.8)
         model.set_model_attn2_replace(made, name, number, index)
@@ -235,25 +235,7 @@ def _block(model: ModelPatcher) -> None:
     model.add_object_patch("diffusion_model.middle_block", type(block)(block[0], block[2]))
 
 
-KINDS: dict[str, Callable[[ModelPatcher], None]] = {
-    "picture": _picture,
-    "closures": _closures,
-    "state": _state,
-    "cached": _cached,
-    "layer": _layer,
-    "wrapped": _wrapped,
-    "by_step": _by_step,
-    "mixes_halves": _mixes_halves,
-    "noted": _noted,
-    "noted_in_a_dict": _noted_in_a_dict,
-    "noted_later": _noted_later,
-    "in_a_global": _in_a_global,
-    "on_a_class": _on_a_class,
-    "late": _late,
-    "uuids": _uuids,
-    "block": _block,
-    "settings": _settings,
-}
+KINDS = kinds(globals(), ModelPatcher)
 
 
 @node("MODEL", again=True, model="MODEL", kind=list(KINDS))

@@ -11,10 +11,6 @@ from . import attention
 BLOCK = 4
 
 
-def sol_attn_is_available(device=None):
-    return True
-
-
 def sol_attn(
     q, k, v, tau=1.0, scale=None, sink_blocks=None, sink_q=None, topk_ratio=0.0, tail=True, block_len=None, coarse_gate=None,
     token_aug=0,
