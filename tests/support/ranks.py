@@ -224,6 +224,14 @@ def of_all(value: Any, group: Any = None) -> list[Any]:
     return found
 
 
+def answer(kind: type[Exception] | tuple[type[Exception], ...], run: Any, *given: Any) -> Any:
+    """What a function returns; or, of an error of such a kind, what it says."""
+    try:
+        return run(*given)
+    except kind as error:
+        return str(error)
+
+
 def report(**values: Any) -> None:
     """In a rank script: print one report (only rank 0's are read)."""
     print("@" + json.dumps(values), flush=True)

@@ -116,13 +116,6 @@ def closed(value):
     return inner
 
 
-def with_default(value):
-    def function(x=value):
-        return x
-
-    return function
-
-
 def counting():
     count = 0
 

@@ -2,27 +2,18 @@
 
 from support import families
 from support.models import build
-from support.ranks import finish, report, start
+from support.ranks import answer, finish, report, start
 
 from cp_runtime.comfy.ui.interception import LocalTexts, intercept
 from cp_runtime.errors import PlanError, UnsupportedError
 from cp_runtime.families import plan_for
 
 start()
-
-
-def error_of(model):
-    try:
-        plan_for(model)
-    except (PlanError, UnsupportedError) as error:
-        return str(error)
-    return None
-
-
 errors = {}
 for family in families.NAMES:
     for name, spec in families.load(family).MODELS.items():
-        errors[f"{family}/{name}"] = error_of(build(spec))
+        plan = answer((PlanError, UnsupportedError), plan_for, build(spec))
+        errors[f"{family}/{name}"] = plan if isinstance(plan, str) else None
 model = build(families.load("sensenova").MODELS["sensenova"])
 owner = type("Patcher", (), {"model": model, "object_patches_backup": {}})()  # held weakly
 intercept(owner, model)

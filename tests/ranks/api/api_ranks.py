@@ -62,9 +62,9 @@ class Model(nn.Module):
         return Sample(self.out(self.second(x, mask)), "text")
 
 
-def new():
+def new(cls=Model):
     torch.manual_seed(0)
-    return Model().eval()
+    return cls().eval()
 
 
 class Block(nn.Module):
@@ -144,11 +144,7 @@ def adapt(model):
         block.attention.qkv = Adapted(block.attention.qkv)
 
 
-def new_blocks():
-    torch.manual_seed(0)
-    return Blocks().eval()
-
-
+new_blocks = partial(new, Blocks)
 GATHERED = {"out": ContextParallelOutput(1, 3)}
 BLOCKS_PLAN = {"blocks.0": {"x": ContextParallelInput(1, 3)}, **GATHERED}
 PLAN = {"first": {"x": ContextParallelInput(1, 3)}, "out": ContextParallelOutput(1, 3)}

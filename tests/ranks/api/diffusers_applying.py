@@ -1,13 +1,12 @@
 """Applying, removing, configurations, meshes and plans. Each check runs on every rank."""
 
-from typing import Any
+from functools import partial
 
 import diffusers
 import torch
 from diffusers.models._modeling_parallel import ContextParallelInput as DiffusersInput
 from diffusers_cases import degrees, flux, ltx_2, normal, padding, qwen
-from diffusers_models import ANYTHING, build, close, fingerprint, forward, refused, relative
-from torch import Tensor, nn
+from diffusers_models import ANYTHING, build, close, fingerprint, forward, refused, relative, same
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
@@ -27,9 +26,7 @@ def applied_removed_applied(rank: int, world: int) -> None:
     model, inputs = build("flux"), flux(batch=2)
     before, expected = fingerprint(model), forward(model, inputs)
     for config in (dict(ulysses_degree=world), dict(ring_degree=world), dict(ulysses_degree=world)):
-        apply_context_parallel(model, ContextParallelConfig(**config, **ANYTHING))
-        close(relative(forward(model, inputs), expected))
-        remove_context_parallel(model)
+        same(model, ContextParallelConfig(**config, **ANYTHING), inputs, expected)
         assert torch.equal(forward(model, inputs)[0], expected[0])
     assert fingerprint(model) == before
 
@@ -56,13 +53,7 @@ def configs(rank: int, world: int) -> None:
     wrapped = ParallelConfig(context_parallel_config=ContextParallelConfig(ring_degree=world, **ANYTHING))
     theirs_wrapped = diffusers.ParallelConfig(context_parallel_config=theirs)
     for config in (ours, wrapped, prepared, theirs, ring, theirs_wrapped):
-        _once(model, config, plan, inputs, expected)
-
-
-def _once(model: nn.Module, config: Any, plan: Any, inputs: dict[str, Any], expected: tuple[Tensor, ...]) -> None:
-    apply_context_parallel(model, config, plan)
-    close(relative(forward(model, inputs), expected), config)
-    remove_context_parallel(model, plan)
+        same(model, config, inputs, expected, config, plan)
 
 
 def meshes(rank: int, world: int) -> None:
@@ -75,9 +66,9 @@ def meshes(rank: int, world: int) -> None:
         for cls in (ContextParallelConfig, diffusers.ContextParallelConfig):
             anything = ANYTHING if cls is ContextParallelConfig else {f"{'ring' if shape[0] > 1 else 'ulysses'}_anything": True}
             config = cls(ring_degree=shape[0], ulysses_degree=shape[1], mesh=mesh, **anything)
-            _once(model, config, model._cp_plan, inputs, forward(model, inputs))
+            same(model, config, inputs, forward(model, inputs), config, model._cp_plan)
         alone = ContextParallelConfig(mesh=mesh, **ANYTHING)  # its degrees are the mesh's
-        _once(model, alone, model._cp_plan, inputs, forward(model, inputs))
+        same(model, alone, inputs, forward(model, inputs), alone, model._cp_plan)
         assert alone.mesh_shape == shape[:2]
 
 
@@ -123,17 +114,9 @@ def wrong_plans(rank: int, world: int) -> None:
         ("module", "projection", ContextParallelOutput(gather_dim=1, expected_dims=3)),
         ("entry", "proj_out", "gather"),
     ]:
-        plan = {**model._cp_plan, path: entry}
         computed.clear()
-
-        def run(plan: Any = plan) -> None:
-            apply_context_parallel(model, ContextParallelConfig(ulysses_degree=world, **ANYTHING), plan, verify="never")
-            try:
-                forward(model, inputs)
-            finally:
-                remove_context_parallel(model, plan)
-
-        refused(run, kind=PlanError)
+        plan, config = {**model._cp_plan, path: entry}, ContextParallelConfig(ulysses_degree=world, **ANYTHING)
+        refused(partial(same, model, config, inputs, expected, plan=plan, verify="never"), kind=PlanError)
         assert bool(computed) == (name == "output dims")  # what a module puts out is known once it has run
         assert fingerprint(model) == before
     assert relative(forward(model, inputs), expected) == 0

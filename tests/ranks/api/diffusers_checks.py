@@ -6,7 +6,7 @@ from typing import Any
 import diffusers_pipelines as pipelines
 import torch
 from diffusers_cases import CASES, MODES, degrees, flux, normal, padding, qwen
-from diffusers_models import ANYTHING, build, close, forward, plan_of, refused, relative
+from diffusers_models import ANYTHING, build, close, forward, plan_of, refused, relative, same
 
 from cp_runtime import ContextParallelConfig, apply_context_parallel, remove_context_parallel
 from cp_runtime.errors import PlanError
@@ -81,16 +81,11 @@ def batch_axis(rank: int, world: int) -> None:
     config = ContextParallelConfig(1, world // groups, **ANYTHING, batch_degree=groups)
     model = build("flux")  # positions have a row for each token
     for inputs in (flux(batch=groups, text=groups), flux(batch=groups, height=1, width=groups)):
-        expected = forward(model, inputs)
-        apply_context_parallel(model, config)
-        close(relative(forward(model, inputs), expected), "as many tokens as items")
-        remove_context_parallel(model)
+        same(model, config, inputs, forward(model, inputs), "as many tokens as items")
     # Two noise levels, and a number for each of two layers.
     for case in (case for case in CASES if case.name in ("minimax h3 odd batch 2", "wan vace batch 2 odd")):
         model, inputs = build(case.model), case.make()
-        expected = forward(model, inputs)
-        apply_context_parallel(model, config, plan_of(model))
-        close(relative(forward(model, inputs), expected), case.name)
+        same(model, config, inputs, forward(model, inputs), case.name, plan_of(model))
 
 
 def batch_axis_alone(rank: int, world: int) -> None:

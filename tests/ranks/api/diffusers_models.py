@@ -12,13 +12,7 @@ from diffusers_configs import MODELS
 from support.ranks import worst
 from torch import Tensor, nn
 
-from cp_runtime import (
-    ContextParallelConfig,
-    ContextParallelInput,
-    ContextParallelOutput,
-    apply_context_parallel,
-    remove_context_parallel,
-)
+from cp_runtime import ContextParallelInput, ContextParallelOutput, apply_context_parallel, remove_context_parallel
 from cp_runtime.errors import ContextParallelError
 
 
@@ -150,11 +144,13 @@ def refused(run: Any, *words: str, kind: type[Exception] = ContextParallelError)
     assert all(word in said for word in words), f"{words} not in: {said}"
 
 
-def sharded(model: nn.Module, world: int, plan: Any, inputs: dict[str, Any], **more: Any) -> None:
-    """A call in Ulysses mode, which must give what one process gives."""
-    expected = forward(model, inputs)
-    apply_context_parallel(model, ContextParallelConfig(ulysses_degree=world, **ANYTHING), plan, **more)
+def same(
+    model: nn.Module, config: Any, inputs: dict[str, Any], expected: tuple[Tensor, ...], what: Any = "", plan: Any = None,
+    **more: Any,
+) -> None:  # fmt: skip
+    """Assert that a call on ranks gives what is expected. The model is as before then."""
+    apply_context_parallel(model, config, plan, **more)
     try:
-        close(relative(forward(model, inputs), expected))
+        close(relative(forward(model, inputs), expected), what)
     finally:
-        remove_context_parallel(model)
+        remove_context_parallel(model, plan)

@@ -2,22 +2,14 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from diffusers_cases import MODES, degrees, flux, hunyuan, ltx_2, normal
-from diffusers_models import ANYTHING, TOKENS, build, close, fill, fingerprint, forward, refused, relative, sharded
-from own_modules import (
-    Computed,
-    OwnAttention,
-    OwnMask,
-    TorchAttention,
-    TorchFunction,
-    Transformer,
-    TwoWays,
-    Windows,
-)
+from diffusers_models import ANYTHING, TOKENS, build, close, fill, fingerprint, forward, refused, relative, same
+from own_modules import Computed, OwnAttention, OwnMask, TorchAttention, TorchFunction, Transformer, TwoWays, Windows
 from torch import nn
 
 from cp_runtime import (
@@ -113,13 +105,21 @@ def out_of_reach(rank: int, world: int) -> None:
 
 def text_left_out(rank: int, world: int) -> None:
     """A table that splits the image and not the text that attends with it, and one that keeps the text whole as a stream."""
-    model, inputs = build("hunyuan video"), hunyuan(2, valid=(7, 2))
+    model, inputs, config = (
+        build("hunyuan video"),
+        hunyuan(2, valid=(7, 2)),
+        ContextParallelConfig(ulysses_degree=world, **ANYTHING),
+    )
+    expected = forward(model, inputs)
     rope, proj_out = {i: ContextParallelInput(0, 2, split_output=True) for i in (0, 1)}, ContextParallelOutput(1, 3)
     one = {"rope": rope, "transformer_blocks.0": {"hidden_states": TOKENS}, "proj_out": proj_out}
-    refused(lambda: sharded(model, world, one, inputs, verify="never"), "keys does not fit the tokens of rank", "attention=()")
+    refused(
+        partial(same, model, config, inputs, expected, plan=one, verify="never"),
+        "keys does not fit the tokens of rank",
+        "attention=()",
+    )
     text = ContextParallelInput(1, 3, streams=("encoder_hidden_states",), replicated=True)
     both = {**one, "transformer_blocks.0": {"hidden_states": TOKENS, "encoder_hidden_states": text}}
-    expected = forward(model, inputs)
     apply_context_parallel(model, ContextParallelConfig(**degrees(MODES[world % len(MODES)], world), **ANYTHING), both)
     close(max(relative(forward(model, inputs), expected) for _ in range(2)))
 
@@ -128,7 +128,8 @@ def not_gathered(rank: int, world: int) -> None:
     model = build("flux")
     plan = {path: entry for path, entry in model._cp_plan.items() if path != "proj_out"}
     words = ("tokens were split and not gathered", "ContextParallelOutput(gather_dim=1)")
-    refused(lambda: sharded(model, world, plan, flux()), *words)
+    config, inputs = ContextParallelConfig(ulysses_degree=world, **ANYTHING), flux()
+    refused(partial(same, model, config, inputs, forward(model, inputs), plan=plan), *words)
 
 
 def plans_that_say_too_little(rank: int, world: int) -> None:

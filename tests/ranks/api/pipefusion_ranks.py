@@ -4,7 +4,7 @@ import torch
 from diffusers import HunyuanDiT2DModel
 from diffusers_cases import CASES, flux, normal, pixart, sd3, wan
 from diffusers_models import build, fill, relative
-from support.ranks import finish, report, start, worst
+from support.ranks import answer, finish, report, start, worst
 
 from cp_runtime import ContextParallelConfig, apply_context_parallel, remove_context_parallel
 from cp_runtime.errors import PlanError
@@ -65,10 +65,7 @@ with torch.inference_mode():
         remove_context_parallel(model)
         config = ContextParallelConfig(pipefusion_degree=world, num_pipeline_patch=3, warmup_steps=2)
         stats = apply_context_parallel(model, config).mesh.stats
-        found["warm_up"] = [
-            relative(step(model, inputs, text, 0), expected[0]),
-            relative(step(model, inputs, text, 0), expected[0]),
-        ]
+        found["warm_up"] = [relative(step(model, inputs, text, 0), expected[0]) for _ in range(2)]
         found["same_inputs"] = relative(step(model, inputs, text, 0), expected[0])
         found["next_step"] = relative(step(model, inputs, text, 1), expected[1])
         found["other_text"] = relative(step(model, inputs, other, 2), expected_of_other)
@@ -100,10 +97,6 @@ with torch.inference_mode():
             remove_context_parallel(model)
         report(together=name, degrees=str(degrees), **found)
     model, inputs = case_of("flux 2")
-    try:
-        apply_context_parallel(model, ContextParallelConfig(pipefusion_degree=world))
-        error = ""
-    except PlanError as caught:
-        error = str(caught)
-    report(model="refused", error=error)
+    config = ContextParallelConfig(pipefusion_degree=world)
+    report(model="refused", error=str(answer(PlanError, apply_context_parallel, model, config)))
 finish()

@@ -2,7 +2,8 @@
 
 import diffusers
 import torch
-from diffusers_cases import degrees, flux, normal, wan
+from diffusers_cases import degrees, flux, sd3, wan
+from diffusers_configs import SD3
 from diffusers_models import build, fill, forward, plan_of
 from support.ranks import finish, report, start, worst
 
@@ -27,16 +28,8 @@ SD3_PLAN = {
 }
 
 
-def sd3():
-    model = diffusers.SD3Transformer2DModel(
-        sample_size=16, in_channels=4, out_channels=4, num_layers=3, attention_head_dim=16, num_attention_heads=4,
-        joint_attention_dim=24, caption_projection_dim=64, pooled_projection_dim=12, pos_embed_max_size=16,
-    )  # fmt: skip
-    inputs = dict(
-        hidden_states=normal(2, 4, 10, 6), encoder_hidden_states=normal(2, 7, 24), pooled_projections=normal(2, 12),
-        timestep=torch.tensor([300.0, 900.0]),
-    )  # fmt: skip
-    return fill(model), inputs, SD3_PLAN
+def with_a_plan():
+    return fill(diffusers.SD3Transformer2DModel(**{**SD3, "num_layers": 3})), sd3(2), SD3_PLAN
 
 
 def of_diffusers(name, inputs):
@@ -44,7 +37,7 @@ def of_diffusers(name, inputs):
     return model, inputs, plan_of(model)
 
 
-MODELS = {"flux": lambda: of_diffusers("flux", flux(batch=2)), "wan": lambda: of_diffusers("wan t2v", wan()), "sd3": sd3}
+MODELS = {"flux": lambda: of_diffusers("flux", flux(batch=2)), "wan": lambda: of_diffusers("wan t2v", wan()), "sd3": with_a_plan}
 
 
 def on_all(held):

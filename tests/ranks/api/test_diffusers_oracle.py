@@ -1,6 +1,6 @@
 """diffusers' own context parallelism as the oracle: where it is right we give the same, and where it is wrong we are right.
 
-Each test named after an error of diffusers 0.42 also holds that error to still be there: when it fails there, diffusers was fixed.
+Each test of an error of diffusers 0.42 also holds that error to still be there: when it fails there, diffusers was fixed.
 """
 
 import pytest
@@ -25,15 +25,10 @@ def test_diffusers_ours_and_one_process_agree(run, reports):
     assert result["between"] <= TOLERANCE
 
 
-def test_diffusers_ring_applies_the_key_mask_of_its_own_shard_to_every_shard(reports):
-    result = reports["ring mask"]
-    assert result["ours"] <= TOLERANCE
-    assert result["error"] is None  # it says nothing, and
-    assert result["theirs"] > WRONG
-
-
-def test_diffusers_ulysses_anything_misaligns_the_key_mask_when_two_ranks_are_short(reports):
-    result = reports["ulysses anything mask"]
+# A ring applies the key mask of its own shard to every shard; Ulysses misaligns it when two ranks are short.
+@pytest.mark.parametrize("run", ["ring mask", "ulysses anything mask"])
+def test_diffusers_says_nothing_and_is_wrong_by_a_key_mask(run, reports):
+    result = reports[run]
     assert result["ours"] <= TOLERANCE
     assert result["error"] is None
     assert result["theirs"] > WRONG

@@ -11,7 +11,7 @@ from comfy.ldm.modules.attention import attention_pytorch
 from comfy.model_patcher import ModelPatcher
 from comfy_extras.nodes_model_downscale import PatchModelAddDownscale
 from comfy_extras.nodes_model_patch import QwenImageBlockWiseControlNet, UsoStyleProjectorPatch
-from support.ranks import finish, report, start
+from support.ranks import answer, finish, report, start
 from torch import nn
 
 from cp_runtime.comfy.rank import patches as node_patches
@@ -152,11 +152,7 @@ class OfAPack(nn.Sequential):
 
 def classes(backup):
     model = SimpleNamespace(diffusion_model=nn.Sequential(OfAPack(nn.Linear(2, 2))))
-    try:
-        check_classes(SimpleNamespace(model=model, object_patches_backup=backup))
-    except UnsupportedError as error:
-        return str(error)
-    return ""
+    return answer(UnsupportedError, check_classes, SimpleNamespace(model=model, object_patches_backup=backup)) or ""
 
 
 report(
@@ -188,10 +184,7 @@ report(
 
 
 def chosen(override, device_type="cuda"):
-    try:
-        return checked_name(override, device_type)
-    except UnsupportedError as error:
-        return str(error)
+    return answer(UnsupportedError, checked_name, override, device_type)
 
 
 def missing(error):
@@ -227,10 +220,7 @@ class Layer(nn.Module):
 
 
 def mismatch(*names):
-    try:
-        return functions_of(layers, names)
-    except MirrorError as error:
-        return str(error)
+    return answer(MirrorError, functions_of, layers, names)
 
 
 layers = nn.ModuleList([Layer(attention_pytorch), Layer(), Layer(functools.partial(attention_pytorch, scale=2))])

@@ -6,12 +6,13 @@ that one process has mapped, too.
 
 import gc
 import resource
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from support.live_bytes import Peak
-from support.ranks import finish, report, start, worst
+from support.ranks import answer, finish, report, start, worst
 from torch import nn
 from torch.nn import functional as F
 
@@ -100,11 +101,7 @@ with torch.inference_mode():
     map_weights(model, file)
     limits = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (address_space() + sizes.blocks // 4, limits[1]))
-    try:
-        apply_context_parallel(model, config, PLAN, shard_weights=True)
-        error = ""
-    except RuntimeError as caught:
-        error = str(caught)
+    error = str(answer(RuntimeError, partial(apply_context_parallel, shard_weights=True), model, config, PLAN))
     resource.setrlimit(resource.RLIMIT_AS, limits)
     lost = sum(isinstance(weight, AbsentWeight) for weight in model.parameters())
     map_weights(model, file)

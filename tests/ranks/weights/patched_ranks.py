@@ -22,7 +22,7 @@ from comfy import model_management as mm
 from comfy import weight_adapter as adapters
 from mirrors import call, flux_inputs, load, mirrors_on
 from support.faults import SOAK
-from support.ranks import finish, report, start
+from support.ranks import answer, finish, report, start
 
 from cp_runtime.comfy.shared.patches import applied_patches
 from cp_runtime.comfy.ui.weight_patches import written_patches
@@ -215,11 +215,7 @@ def inputs_of(model):
 
 
 def refusal(patch, function=None):
-    try:
-        written_patches({"a.weight": [(1.0, patch, 1.0, None, function)]})
-    except MirrorError as error:
-        return str(error)
-    return ""
+    return str(answer(MirrorError, written_patches, {"a.weight": [(1.0, patch, 1.0, None, function)]}))
 
 
 gone = types.FunctionType((lambda weight: weight).__code__, {"__name__": "a_pack"}, "gone")

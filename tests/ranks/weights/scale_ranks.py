@@ -8,7 +8,7 @@ import comfy.ops
 import torch
 import torch.distributed as dist
 from comfy.quant_ops import QuantizedTensor
-from support.ranks import finish, report, start, worst
+from support.ranks import answer, finish, report, start, worst
 from torch import nn
 
 from cp_runtime.comfy.rank.quantised import own_formats, shared_scales
@@ -69,11 +69,7 @@ def refused(layout, able):
     weight = QuantizedTensor.from_float(block["experts"][0].weight.detach(), layout) if layout else torch.ones(64, 64)
     block["experts"][0].weight = nn.Parameter(weight, requires_grad=False)
     with patch.object(comfy.model_management, "supports_nvfp4_compute", lambda device: able):
-        try:
-            check_experts(nn.ModuleDict({"block": block}), ["cpu", "cpu"])
-        except UnsupportedError as error:
-            return str(error)
-    return ""
+        return answer(UnsupportedError, check_experts, nn.ModuleDict({"block": block}), ["cpu", "cpu"]) or ""
 
 
 def linear(kind, layout, kinds):
