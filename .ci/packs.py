@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
@@ -35,7 +34,7 @@ GRAPHS: Mapping[str, Callable[..., Prompt]] = {
     "Wan": partial(wan_prompt, cfg=4.0, width=72, height=56, steps=STEPS),
     "Qwen-Image": partial(family_prompt, families.served()["qwen"][1], cfg=4.0, steps=STEPS),
 }
-GIVEN: Mapping[str, tuple[str, dict[str, Any]]] = {
+GIVEN = {
     "IMAGE": node("EmptyImage", width=64, height=64, batch_size=1, color=0x336699),
     "MASK": node("SolidMask", value=0.5, width=64, height=64),
 }

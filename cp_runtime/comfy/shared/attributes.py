@@ -16,7 +16,7 @@ _FORWARD = "forward"  # replaced for the time of a call
 
 def attributes_of(module: nn.Module) -> dict[str, Any]:
     """Return the attributes of a module that ComfyUI does not set by itself. Some µs, as calls look at all modules."""
-    cls = type(module)
+    cls: Any = type(module)
     return {name: value for name, value in vars(module).items() if _is_free(cls, name) and not is_ours(value)}
 
 

@@ -121,7 +121,7 @@ class CachedBlocks(nn.Module):
 
 def tokens_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Return the picture's tokens among the arguments of a block."""
-    tokens: Tensor = next((kwargs[name] for name in ("img", "hidden_states") if name in kwargs), args[0] if args else None)
+    tokens: Tensor = kwargs["img"] if "img" in kwargs else kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
     return tokens
 
 
