@@ -6,6 +6,7 @@ import pytest
 from support import families
 from support.graphs import GUIDED_FLUX, family_prompt, wan_prompt
 from support.latents import assert_close, differ
+from support.modes import SEQUENCE, in_modes
 
 GRAPHS = {
     "flux": partial(GUIDED_FLUX, width=72, height=104, tokens=13, steps=6),
@@ -17,29 +18,24 @@ SHAPES = {
     "wan": ("first_block_cache", "around_forward"),
     "qwen": ("first_block_cache", "around_forward"),
 }
-MODES = {
-    "ulysses 2": {"world_size": 2, "ulysses_degree": 2},
-    "ring 3": {"world_size": 3, "ring_degree": 3},
-    "sharded": {"world_size": 2, "weights": "sharded"},
-    "batch 2 x 2": {"world_size": 4, "batch_degree": 2},
-}
-CASES = [(model, shape) for model, shapes in SHAPES.items() for shape in shapes]
-BY_MODE = sorted((list(MODES)[i % len(MODES)], *case) for i, case in enumerate(CASES))  # a mode after the other: fewer pools start
 
 
 def nodes(shape):
     return [("TestStepCache", {"shape": shape})]
 
 
-@pytest.mark.parametrize(("mode", "model", "shape", "served"), [(*case, "qwen") for case in BY_MODE])
+@pytest.mark.parametrize("served", ["qwen"])
+@pytest.mark.parametrize(
+    ("mode", "model", "shape"), in_modes([(model, shape) for model, shapes in SHAPES.items() for shape in shapes])
+)
 def test_latent_equals_the_stock_graph(model, shape, mode, served, server, family_checkpoints):
     """Also in a second run, which begins with what the first one has left, as the stock graph does."""
     graph = GRAPHS[model]
     expected, plain = (server.sample_once(graph(model_nodes=each)) for each in (nodes(shape), []))
     assert differ(expected, plain)
     for _ in range(2):
-        assert_close(server.sample(graph(cp=MODES[mode], model_nodes=nodes(shape)), timeout=240), expected)
-    assert_close(server.sample(graph(cp=MODES[mode])), plain)
+        assert_close(server.sample(graph(cp=SEQUENCE[mode], model_nodes=nodes(shape)), timeout=240), expected)
+    assert_close(server.sample(graph(cp=SEQUENCE[mode])), plain)
 
 
 def test_notes_last_from_run_to_run_and_are_gone_with_the_workers(server):

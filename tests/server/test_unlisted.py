@@ -6,6 +6,7 @@ import pytest
 from support import families
 from support.graphs import family_prompt
 from support.latents import assert_close, differ
+from support.modes import in_modes
 
 
 def unet(name, **settings):
@@ -13,7 +14,7 @@ def unet(name, **settings):
     return partial(family_prompt, entry, cfg=4.0, steps=3, **settings)
 
 
-GRAPHS = {"sd15": unet("sd15", batch=2), "sdxl": unet("sdxl")}
+GRAPHS = {"sd15": unet("sd15", batch=2), "sdxl": unet("sdxl"), "svd": unet("svd")}
 RUN = ("picture", "closures", "layer", "wrapped", "by_step", "block", "settings")
 MODES = {
     "2 ranks": {"world_size": 2},
@@ -27,16 +28,7 @@ def nodes(kind):
     return [("TestUnlisted", {"kind": kind})]
 
 
-CASES = [
-    (mode, kind, served)
-    for i, kind in enumerate(RUN)
-    for j, served in enumerate(GRAPHS)
-    for k, mode in enumerate(MODES)
-    if k == (i + 2 * j) % len(MODES)
-]
-
-
-@pytest.mark.parametrize(("mode", "kind", "served"), sorted(CASES))  # fewer pools start
+@pytest.mark.parametrize(("mode", "kind", "served"), in_modes([(kind, served) for kind in RUN for served in GRAPHS], MODES))
 def test_latent_equals_the_stock_graph(kind, served, mode, server, family_checkpoints):
     graph = GRAPHS[served]
     expected, plain = (server.sample_once(graph(model_nodes=each)) for each in (nodes(kind), []))

@@ -6,6 +6,7 @@ import pytest
 from support import families
 from support.graphs import GUIDED_FLUX, family_prompt, wan_prompt
 from support.latents import assert_close, differ
+from support.modes import SEQUENCE, in_modes
 
 GRAPHS = {
     "flux": partial(GUIDED_FLUX, width=72, height=104, tokens=13, steps=4),
@@ -21,32 +22,20 @@ KINDS = {
     ),
     "qwen": ("mean", "replaced_block", "forward", "picture", "cached_block", "decides_by_tokens"),
 }  # fmt: skip
-MODES = {
-    "ulysses 2": {"world_size": 2, "ulysses_degree": 2},
-    "ring 3": {"world_size": 3, "ring_degree": 3},
-    "sharded": {"world_size": 2, "weights": "sharded"},
-    "batch 2 x 2": {"world_size": 4, "batch_degree": 2},
-}
 
 
 def nodes(kind):
     return [("TestOnTokens", {"kind": kind})]
 
 
-CASES = [
-    (list(MODES)[(i + j) % len(MODES)], model, kind)
-    for i, (model, kinds) in enumerate(KINDS.items())
-    for j, kind in enumerate(kinds)
-]
-
-
-@pytest.mark.parametrize(("mode", "model", "kind", "served"), [(*case, "qwen") for case in sorted(CASES)])  # fewer pools start
+@pytest.mark.parametrize("served", ["qwen"])
+@pytest.mark.parametrize(("mode", "model", "kind"), in_modes([(model, kind) for model, kinds in KINDS.items() for kind in kinds]))
 def test_latent_equals_the_stock_graph(model, kind, mode, served, server, family_checkpoints):
     graph = GRAPHS[model]
     expected, plain = (server.sample_once(graph(model_nodes=each)) for each in (nodes(kind), []))
     assert differ(expected, plain)
-    assert_close(server.sample(graph(cp=MODES[mode], model_nodes=nodes(kind)), timeout=120), expected)
-    assert_close(server.sample(graph(cp=MODES[mode])), plain)
+    assert_close(server.sample(graph(cp=SEQUENCE[mode], model_nodes=nodes(kind)), timeout=120), expected)
+    assert_close(server.sample(graph(cp=SEQUENCE[mode])), plain)
 
 
 @pytest.mark.parametrize("kind", ["noted_on_the_model", "read_off_the_model"])
