@@ -130,7 +130,7 @@ class Call:
         size = 1
 
 
-rebuilt = node_patches.read_patches(send(entry[PATCHES]), qwen, Call, CPU)
+rebuilt = node_patches.read_patches(send(entry[PATCHES]), qwen, Call, CPU).options
 h, at = torch.randn(1, 2, 8, 8), {"block": ("input", 3), "sigmas": torch.tensor([0.5])}
 first, second = rebuilt["patches"]["post_input"]
 report(

@@ -12,7 +12,6 @@ import comfy.samplers
 import comfy.sd
 import torch
 from comfy import model_management as mm
-from comfy.patcher_extension import CallbacksMP
 from support import families
 from support.models import build
 from support.ranks import finish, report, start
@@ -146,7 +145,7 @@ del parallel.call_workers
 
 # A second Apply Context Parallel, behind a node that cannot run on ranks.
 blocked = parallel.clone()
-blocked.add_callback(CallbacksMP.ON_LOAD, lambda *_: None)
+blocked.add_weight_wrapper("diffusion_model.img_in.weight", lambda weight: weight)
 one_device = RuntimeConfig.resolve(inventory=DeviceInventory(type="cpu", count=0), world_size=2, on_unsupported="single device")
 report(step="applied again", kind=type(apply_to_model(blocked, one_device)).__name__)
 
