@@ -1,12 +1,19 @@
 """What patches note on a rank, said as plain data, and noted alike by the patches of another process."""
 
+import functools
+import itertools
 import math
+import pickle
+from collections import deque
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from cp_runtime.comfy.shared.noted import Graph, Notes, apply, globals_of
+from cp_runtime.comfy.shared.objects import write
 from cp_runtime.errors import MirrorError
 
 _run = None
@@ -45,7 +52,11 @@ class Process:
         things = made()
         self.patch, self.cache, self.shared, self.model = (things[name] for name in ("patch", "cache", "shared", "model"))
         self.notes = Notes([self.patch, self.cache, self.shared], {"": {"steps": []}}, {"a_pack": {"_run": None}})
+        self.look()
+
+    def look(self):
         self.graph = Graph(self.notes, {id(module): path for path, module in self.model.named_modules()})
+        self.graph.look()
 
 
 @pytest.fixture
@@ -55,11 +66,11 @@ def both():
 
 def say(there, here):
     kept = []
-    words = there.graph.changes(there.notes, lambda tensor: kept.append(tensor) or len(kept) - 1)
+    words = there.graph.changes(lambda tensor: kept.append(tensor) or len(kept) - 1)
     made = []
 
-    def tensor(number, dtype, shape, on_host):
-        made.append((dtype, shape, on_host))
+    def tensor(number, dtype, shape, strides, on_host):
+        made.append((dtype, shape, strides, on_host))
         return kept[number]
 
     apply(words, here.graph, dict(here.model.named_modules()).__getitem__, tensor)
@@ -67,7 +78,7 @@ def say(there, here):
 
 
 def test_nothing_is_said_where_nothing_was_noted(both):
-    assert both[0].graph.changes(both[0].notes, None) == ""
+    assert both[0].graph.changes(None) == ""
 
 
 def test_what_was_noted_is_noted_here(both):
@@ -82,7 +93,7 @@ def test_what_was_noted_is_noted_here(both):
     there.notes.attributes[""]["module"] = there.model[0]
     there.notes.attributes["0"] = {"noted": new}
     there.notes.globals["a_pack"]["_run"] = {"calls": 1}
-    assert say(there, here) == [("bfloat16", [2, 3], True)]
+    assert say(there, here) == [("bfloat16", [2, 3], [3, 1], True)]
     assert here.patch.__closure__[0].cell_contents is here.cache
     assert here.patch.__closure__[1].cell_contents == 7
     assert (here.cache.calls, here.cache.items) == (3, [here.cache, 2])
@@ -101,7 +112,7 @@ def test_tensors_that_change_in_place_are_said_again(both):
     there, here = both
     for process in both:
         process.cache.inner["x"] = torch.zeros(2)
-        process.graph = Graph(process.notes, {})
+        process.look()
     there.cache.inner["x"].add_(1)
     assert len(say(there, here)) == 1
     assert here.cache.inner["x"].tolist() == [1.0, 1.0]
@@ -130,13 +141,13 @@ def test_what_cannot_be_said_is_an_error(kind, both, undo):
     there, _ = both
     UNSAID[kind](there)
     with pytest.raises(MirrorError, match="note"):
-        there.graph.changes(there.notes, lambda tensor: 0)
+        there.graph.changes(lambda tensor: 0)
 
 
 def test_patches_that_reach_something_else_here_are_an_error(both):
     there, here = both
     here.shared["more"] = Cache()
-    here.graph = Graph(here.notes, {})
+    here.look()
     there.cache.calls = 1
     with pytest.raises(MirrorError, match="reach something else"):
         say(there, here)
@@ -144,3 +155,112 @@ def test_patches_that_reach_something_else_here_are_an_error(both):
 
 def test_globals_that_code_assigns_or_that_hold_something_travel(both):
     assert globals_of([both[0].patch]) == {__name__: {"_run": None, "CACHE": CACHE}}
+
+
+class Slots:
+    __slots__ = ("calls",)
+
+    def __init__(self):
+        self.calls = 0
+
+
+class Named(dict):
+    """A container with fields."""
+
+
+def with_default():
+    def patch(tensor=torch.zeros(1)):  # noqa: B008
+        return tensor
+
+    return patch
+
+
+def module():
+    made = nn.Module()
+    made.calls = 0
+    return made
+
+
+def named():
+    made = Named()
+    made.calls = 0
+    return made
+
+
+IN_PLACE = {
+    "a partial function": (lambda: functools.partial(print, {"n": 0}), lambda x: x.args[0].update(n=1)),
+    "a namespace": (lambda: SimpleNamespace(n=0), lambda x: setattr(x, "n", 1)),
+    "a deque": (lambda: deque([1]), lambda x: x.append(2)),
+    "a bytearray": (lambda: bytearray(2), lambda x: x.__setitem__(0, 1)),
+    "a NumPy array": (lambda: torch.zeros(2).numpy(), lambda x: x.__setitem__(0, 1)),
+    "an iterator": (itertools.count, next),
+    "a module of torch": (module, lambda x: setattr(x, "calls", 1)),
+    "fields of a dict": (named, lambda x: setattr(x, "calls", 1)),
+    "a tensor in a tuple": (lambda: (torch.zeros(1),), lambda x: x[0].add_(1)),
+    "a default": (with_default, lambda x: x().add_(1)),
+}
+
+
+@pytest.mark.parametrize("kind", IN_PLACE)
+def test_what_changes_where_nobody_looks_is_an_error(kind, both):
+    make, change = IN_PLACE[kind]
+    there, _ = both
+    there.shared["x"] = make()
+    there.look()
+    assert there.graph.changes(None) == ""
+    change(there.shared["x"])
+    with pytest.raises(MirrorError):
+        there.graph.changes(lambda tensor: 0)
+
+
+SAID = {
+    "data": lambda x: x.data.add_(1),
+    "NumPy": lambda x: x.numpy().__setitem__(0, 5),
+}
+
+
+@pytest.mark.parametrize("kind", SAID)
+def test_changes_that_torch_does_not_count(kind, both):
+    there, here = both
+    for process in both:
+        process.shared["x"] = torch.zeros(2)
+        process.look()
+    SAID[kind](there.shared["x"])
+    assert len(say(there, here)) == 1
+    assert here.shared["x"] is there.shared["x"]
+
+
+def test_objects_with_slots(both):
+    there, here = both
+    for process in both:
+        process.shared["x"] = Slots()
+        process.look()
+    there.shared["x"].calls = 3
+    say(there, here)
+    assert here.shared["x"].calls == 3
+
+
+def test_tensors_that_share_memory_here_must_stay_as_they_are(both):
+    there, _ = both
+    there.shared["x"] = torch.zeros(2)
+    there.notes = replace(there.notes, aliased=True)
+    there.look()
+    there.shared["x"].add_(1)
+    with pytest.raises(MirrorError, match="in place"):
+        there.graph.changes(lambda tensor: 0)
+
+
+def test_functions_share_a_variable_there_as_here():
+    count = 0
+
+    def up():
+        nonlocal count
+        count += 1
+
+    def read():
+        return up, count
+
+    up_there, read_there = pickle.loads(write([up, read]).data)  # noqa: S301
+    up_there()
+    assert read_there() == (up_there, 1)
+    assert count == 0

@@ -60,28 +60,30 @@ class NotesHere:
     def __init__(self, notes: Notes, model: nn.Module) -> None:
         self._notes, self._modules = notes, dict(model.named_modules())
         self._overwritten: list[str] = []
-        self._graph = Graph(notes, {id(module): path for path, module in self._modules.items()})
+        self._graph: Graph | None = None
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Have attributes and globals be as noted, while active; note them then."""
         notes, before = self._notes, {path: attributes_of(module) for path, module in self._modules.items()}
-        inside = {path: dict(module._modules) for path, module in self._modules.items()}
+        inside = {path: (dict(module._modules), {*module._buffers}) for path, module in self._modules.items()}
         spaces: dict[str, dict[str, Any]] = {module: take_module(module).__dict__ for module in notes.globals}
         globals_before = {module: {name: spaces[module].get(name) for name in held} for module, held in notes.globals.items()}
         for path, attributes in notes.attributes.items():
             self._modules[path].__dict__.update(attributes)
         for module, held in notes.globals.items():
             spaces[module].update(held)
+        self._graph = Graph(notes, {id(module): path for path, module in self._modules.items()})  # with these globals
+        self._graph.look()
         try:
             yield
         finally:
             for path, module in self._modules.items():
                 own, now = before[path], attributes_of(module)
                 self._overwritten += [f"{name} of {path}" for name in own if now.get(name, own) is not own[name]]
-                if module._modules != inside[path]:
-                    self._overwritten.append(f"the modules in {path or 'the model'}")
-                    module._modules = inside[path]
+                if (module._modules, module._buffers.keys()) != inside[path]:
+                    self._overwritten.append(f"the modules and buffers in {path or 'the model'}")
+                    module._modules = inside[path][0]
                 _refill(notes.attributes, path, {name: value for name, value in now.items() if name not in own})
                 set_attributes(module, own)
             for name, held in notes.globals.items():
@@ -90,10 +92,12 @@ class NotesHere:
 
     def told(self) -> dict[str, str]:
         """Return what has changed, as `CallOutcome` has it."""
+        if self._graph is None:
+            return {}
         if self._overwritten:
             return {"unsaid": f"they change {self._overwritten[0]}, a part of the model"}
         try:
-            return {"noted": self._graph.changes(self._notes, HELD.number_of)}
+            return {"noted": self._graph.changes(HELD.number_of)}
         except MirrorError as error:
             return {"unsaid": str(error)}
 

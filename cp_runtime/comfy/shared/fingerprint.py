@@ -49,6 +49,7 @@ _CODE = (FunctionType, MethodType, functools.partial, type)
 _NO_CODE = frozenset({
     "__dict__", "__weakref__", "__doc__", "__module__", "__qualname__", "__annotations__", "__abstractmethods__", "_abc_impl",
     "__static_attributes__", "__firstlineno__", "__parameters__", "__orig_bases__", "__slots__", "__match_args__", "__hash__",
+    "__slotnames__",
     "__annotate__", "__annotations_cache__",
 })  # fmt: skip
 PLACES = frozenset({"__file__", "__path__", "__spec__", "__loader__", "__cached__"})

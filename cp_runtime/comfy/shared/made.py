@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import builtins
+import ctypes
 from collections.abc import Callable
-from types import FunctionType, MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -38,8 +39,16 @@ def make_function(outer: str, inner: str, number: int) -> FunctionType:
 def fill_function(function: FunctionType, state: tuple[Any, Any, tuple[Any, ...], dict[str, Any]]) -> None:
     function.__defaults__, function.__kwdefaults__, cells, attributes = state
     vars(function).update(attributes)
-    for cell, value in zip(function.__closure__ or (), cells, strict=True):
-        cell.cell_contents = value
+    if cells:  # the very ones that other functions have; Python itself has no way to put them into a function that is made
+        ctypes.pythonapi.PyFunction_SetClosure(ctypes.py_object(function), ctypes.py_object(cells))
+
+
+def make_cell() -> CellType:
+    return CellType()
+
+
+def fill_cell(cell: CellType, content: tuple[Any]) -> None:
+    cell.cell_contents = content[0]
 
 
 def bind_method(function: Any, owner: Any) -> MethodType:
@@ -93,7 +102,8 @@ def fill_module(module: nn.Module, state: dict[str, Any]) -> None:
 MAKERS: dict[str, Callable[..., Any]] = {
     each.__name__: each
     for each in (
-        find, build_class, make_class, make_function, fill_function, bind_method, own_device, take_module, make_parameter,
+        find, build_class, make_class, make_cell, fill_cell, make_function, fill_function, bind_method, own_device, take_module,
+        make_parameter,
         make_small, make_dressed, set_fields, make_wrapped, new_module, fill_module,
     )
 }  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import CellType, FunctionType
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -19,10 +19,12 @@ from ...compat import versions
 from ...errors import MirrorError
 from .assigned import assigned
 from .fingerprint import PLAIN, content_of, digest, fields_of, type_name
-from .modules import module_name
-from .reached import is_of_pack, named_globals, reached
+from .objects import write
+from .reached import holds_a_model, is_of_pack, named_globals, reached
 
 _JSON = (type(None), bool, int, float, str)
+_FIXED = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, torch.dtype, torch.device)
+SAMPLED = 4096  # numbers of a tensor
 _CONTAINERS: Mapping[str, Any] = {"dict": dict, "list": list, "tuple": tuple, "set": set}
 
 
@@ -34,11 +36,13 @@ class Notes:
         patches: those that no table lists.
         attributes: of the model's modules that ComfyUI does not set, by the path of the module, then by name.
         globals: of node packs, by module, then by name.
+        aliased: tensors among them share memory, which they do not on the ranks.
     """
 
     patches: Sequence[Any]
     attributes: dict[str, dict[str, Any]]
     globals: dict[str, dict[str, Any]]
+    aliased: bool = False
 
     @property
     def sent(self) -> tuple[str, ...]:
@@ -47,7 +51,7 @@ class Notes:
 
     @property
     def roots(self) -> list[Any]:
-        return [*self.patches, self.attributes, self.globals]
+        return [tuple(self.patches), self.attributes, self.globals]
 
 
 class Graph:
@@ -59,56 +63,119 @@ class Graph:
     """
 
     def __init__(self, notes: Notes, paths: Mapping[int, str]) -> None:
-        self.values, self._paths = reached(notes.roots), paths
+        roots = notes.roots
+        self.values, self._notes, self._paths = reached(roots), notes, paths
         self.numbers = {id(value): number for number, value in enumerate(self.values)}
-        self._looks = {number: _look(_items(value)) for number, value in enumerate(self.values) if _holds(value)}
-        self._others = self._look_at_others(notes)
         self.kind = digest(" ".join(map(type_name, self.values)))
         """The same for graphs whose values have the same numbers."""
+        self._sent = {id(value) for value in reached(roots, by_value=True)}
+        self._looks: dict[int, list[_Look]] = {}
+        self._others: list[object] = []
 
-    def changes(self, notes: Notes, number_of: Callable[[Tensor], int]) -> str:
+    def look(self) -> None:
+        """Remember what the values hold, for `changes`."""
+        self._looks = {number: self._look(value) for number, value in enumerate(self.values) if _is_looked_at(value)}
+        self._others = self._look_at_others()
+
+    def changes(self, number_of: Callable[[Tensor], int]) -> str:
         """Return what holds something else now, for `apply`; "" if nothing does. Raises MirrorError: it cannot be said.
 
         Args:
             number_of: notes a tensor, and returns its number.
         """
-        if self._look_at_others(notes) != self._others:
+        if self._look_at_others() != self._others:
             raise MirrorError("patches note something where only their own process sees it")
-        changed = [number for number, before in self._looks.items() if _look(_items(self.values[number])) != before]
+        changed = []
+        for number, before in self._looks.items():
+            now, value = self._look(self.values[number]), self.values[number]
+            if now == before:
+                continue
+            inside = [one for one, other in zip(now, before, strict=False) if one[:3] == other[:3] and one != other]
+            if any(kind == "object" or (kind == "tensor" and self._notes.aliased) for _, kind, *_ in inside):
+                raise MirrorError(f"patches change {type_name(inside[0][4])} in place, which other processes do not see")
+            if not _holds(value) or id(value) not in self._sent:
+                raise MirrorError(f"patches change {type_name(value)} where only their own process sees it")
+            changed.append(number)
         say = _Words(dict(self.numbers), self._paths, number_of)
         told = [[number, say.content(self.values[number])] for number in changed]
         return json.dumps([self.kind, told]) if told else ""
 
-    def _look_at_others(self, notes: Notes) -> list[object]:
+    def _look(self, value: Any) -> list[_Look]:
+        items = list(_items(value))
+        if isinstance(value, (dict, list)) and type(value) not in (dict, list) and (fields := fields_of(value)):
+            items.append(("its fields", fields))
+        return [self._look_at(key, item) for key, item in items]
+
+    def _look_at(self, key: Any, item: Any) -> _Look:
+        if isinstance(item, PLAIN):
+            return key, "plain", 0, f"{type(item).__name__} {item!r}", None
+        if isinstance(item, Tensor):
+            return key, "tensor", id(item), (versions([item]), sample(item)), item  # held, so that no other gets its id
+        if id(item) in self.numbers or id(item) in self._paths or isinstance(item, _FIXED) or holds_a_model(item):
+            return key, "known", id(item), None, item
+        return key, "object", 0 if key == "its fields" else id(item), _contents(item), item
+
+    def _look_at_others(self) -> list[object]:
         """Look at what may change besides: sets, classes, and functions' attributes and globals."""
         seen: list[object] = []
         for value in self.values:
             if isinstance(value, (set, frozenset)):
                 seen.append(set(map(id, value)))
             elif isinstance(value, type):
-                seen.append([(name, id(held)) for name, held in vars(value).items()])
+                seen.append([(name, id(held)) for name, held in vars(value).items() if name != "__slotnames__"])
             elif isinstance(value, FunctionType):
-                noted = notes.globals.get(module_name(str(value.__module__)), {})
-                names = sorted((name, id(held)) for name, held in named_globals(value).items() if name not in noted)
-                seen.append((names, [(name, id(held)) for name, held in vars(value).items()]))
+                noted, named = self._notes.globals, named_globals(value)
+                own = [(each.module, each.name, id(each.value)) for each in named if each.name not in noted.get(each.module, ())]
+                seen.append((own, [(name, id(held)) for name, held in vars(value).items()]))
         return seen
+
+
+_Look = tuple[Any, str, int, Any, Any]
+"""Key, kind, id and state of an item, and itself."""
+
+
+def _contents(value: Any) -> object:
+    try:
+        written = write(value)
+    except MirrorError as error:  # with something that no process can be sent: an open file, a lock
+        return str(error)
+    return written.data, [(id(owner), versions([owner])) for owner in written.owners]
+
+
+def sample(tensor: Tensor) -> bytes:
+    """Return some numbers of a tensor: those who write to `data`, or through NumPy, leave no other trace."""
+    numbers = tensor.detach()
+    if numbers.layout is not torch.strided or (numbers.numel() > SAMPLED and not numbers.is_contiguous()):
+        return b""
+    numbers = numbers.reshape(-1)[:: max(1, numbers.numel() // SAMPLED)]
+    return numbers.contiguous().cpu().view(torch.uint8).numpy().tobytes()
 
 
 def globals_of(patches: Sequence[Any]) -> dict[str, dict[str, Any]]:
     """Return the globals of packs that functions of patches name and that may come to be others, by module, then by name."""
     found: dict[str, dict[str, Any]] = {}
-    for function in reached(patches):
-        if isinstance(function, FunctionType):
-            for name, value in named_globals(function).items():
-                if _holds(value) or (isinstance(value, (*PLAIN, Tensor)) and name in _assigned(function.__globals__)):
-                    found.setdefault(module_name(str(function.__module__)), {})[name] = value
+    for each in (named for value in reached(patches) if isinstance(value, FunctionType) for named in named_globals(value)):
+        if _holds(each.value) or (isinstance(each.value, (*PLAIN, Tensor)) and each.name in _assigned(each.namespace)):
+            found.setdefault(each.module, {})[each.name] = each.value
     return found
 
 
-def tensors_in(roots: Sequence[Any]) -> Iterator[Tensor]:
-    """Yield the tensors that patches or notes hold."""
-    held = (item for value in reached([list(roots)]) if _holds(value) for _, item in _items(value))
-    return (item for item in held if isinstance(item, Tensor))
+def tensors_in(roots: Sequence[Any]) -> Iterator[tuple[Any, Any, Tensor]]:
+    """Yield the tensors that patches or notes hold, each with what holds it and its key there."""
+    for value in reached([list(roots)]):
+        for key, item in _items(value) if _is_looked_at(value) else ():
+            if isinstance(item, Tensor):
+                yield value, key, item
+
+
+def put(holder: Any, key: Any, item: Any) -> None:
+    """Have a container or an object hold something else under a key."""
+    if isinstance(holder, (dict, list)):
+        holder[key] = item
+    elif isinstance(holder, CellType):
+        holder.cell_contents = item
+    elif _holds(holder):
+        object.__setattr__(holder, key, item)
 
 
 def _assigned(namespace: Mapping[str, Any]) -> frozenset[str]:
@@ -122,32 +189,27 @@ def _assigned(namespace: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _holds(value: Any) -> bool:
-    """Return whether a value may come to hold something else."""
+    """Return whether a value may come to hold something else, which can be said."""
     if isinstance(value, (FunctionType, type)):
         return False
-    return isinstance(value, (dict, list, CellType)) or (is_of_pack(type(value).__module__) and bool(type(value).__dictoffset__))
+    return isinstance(value, (dict, list, CellType)) or is_of_pack(str(type(value).__module__))
+
+
+def _is_looked_at(value: Any) -> bool:
+    return isinstance(value, (tuple, FunctionType)) or _holds(value)
 
 
 def _items(value: Any) -> Iterator[tuple[Any, Any]]:
     if isinstance(value, dict):
         yield from value.items()
-    elif isinstance(value, list):
+    elif isinstance(value, (list, tuple)):
         yield from enumerate(value)
     elif isinstance(value, CellType):
         yield 0, content_of(value)
+    elif isinstance(value, FunctionType):
+        yield from enumerate((*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()))
     else:
         yield from fields_of(value).items()
-
-
-def _look(items: Iterator[tuple[Any, Any]]) -> list[object]:
-    """Return something that is another one if these items are others, or tensors among them have changed."""
-    seen: list[object] = []
-    for key, value in items:
-        if isinstance(value, PLAIN):
-            seen.append((key, type(value), repr(value)))
-        else:  # held, so that no other gets its id
-            seen.append((key, id(value), versions([value]) if isinstance(value, Tensor) else None, value))
-    return seen
 
 
 class _Words:
@@ -191,7 +253,7 @@ class _Words:
         if type(value) is not Tensor or value.layout is not torch.strided:
             raise MirrorError(f"patches note a tensor of the class {type(value).__name__}, which cannot be sent")
         dtype = str(value.dtype).removeprefix("torch.")
-        return ["tensor", self._number_of(value), dtype, list(value.shape), value.device.type == "cpu"]
+        return ["tensor", self._number_of(value), dtype, list(value.shape), list(value.stride()), value.device.type == "cpu"]
 
     def _key(self, key: Any) -> Any:
         if isinstance(key, _JSON):
@@ -206,7 +268,7 @@ def apply(changes: str, graph: Graph, module: Callable[[str], nn.Module], tensor
 
     Args:
         module: returns a module of the model by its path.
-        tensor: makes a tensor that a rank keeps: number, name of its dtype, shape, whether it is in host memory.
+        tensor: makes a tensor that a rank keeps: number, name of its dtype, shape, strides, whether it is in host memory.
     """
     kind, told = json.loads(changes)
     if kind != graph.kind:

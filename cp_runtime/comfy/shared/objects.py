@@ -15,7 +15,7 @@ import io
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from pickle import Pickler
-from types import FunctionType, MappingProxyType, MethodType, ModuleType
+from types import CellType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -33,8 +33,10 @@ from .made import (
     MAKERS,
     bind_method,
     build_class,
+    fill_cell,
     fill_function,
     fill_module,
+    make_cell,
     make_class,
     make_dressed,
     make_function,
@@ -259,6 +261,8 @@ class _Writer(Pickler):
             return self._class(value)
         if kind is MethodType:
             return bind_method, (value.__func__, value.__self__)
+        if kind is CellType:  # functions may share one
+            return make_cell, (), (content_of(value),), None, None, fill_cell
         if kind is CACHED:
             return self._by_name(value, value.__wrapped__)
         if kind is torch.device:
@@ -327,11 +331,10 @@ class _Writer(Pickler):
             self.code[name] = alone(function)
         else:
             self.code[outer] = found(outer)
-        cells = tuple(map(content_of, function.__closure__ or ()))
         return (
             make_function,
             (outer, inner, number),
-            (function.__defaults__, function.__kwdefaults__, cells, vars(function)),
+            (function.__defaults__, function.__kwdefaults__, function.__closure__ or (), vars(function)),
             None,
             None,
             fill_function,

@@ -4,27 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from types import CellType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from .assigned import names_in
 from .fingerprint import PLAIN, content_of, fields_of
+from .modules import LOCALS, module_name
 from .origin import in_library
 
 COMFY = ("comfy", "comfy_extras", "comfy_api", "comfy_execution", "nodes", "latent_preview")
 _FOLLOWED = (dict, list, tuple, set, frozenset, FunctionType, MethodType, CellType)
 
 
-def reached(roots: Iterable[Any]) -> list[Any]:
-    """Return the functions, containers, objects and classes of packs that these reach, themselves included."""
+def reached(roots: Iterable[Any], by_value: bool = False) -> list[Any]:
+    """Return the functions, containers, objects and classes of packs that these reach, themselves included.
+
+    `by_value`: without what belongs to functions and classes that go by name.
+    """
     found: dict[int, Any] = {}
     left = list(roots)
     while left:
         value = left.pop()
         if id(value) not in found and not _is_left_out(value):
             found[id(value)] = value
-            left += _parts(value)
+            left += _parts(value, by_value)
     return list(found.values())
 
 
@@ -32,11 +36,23 @@ def is_of_pack(module: str) -> bool:
     return not (module.partition(".")[0] in COMFY or "comfy_extras" in module or in_library(module))
 
 
-def named_globals(function: FunctionType) -> dict[str, Any]:
-    """Return the globals that a function of a pack names."""
+class Global(NamedTuple):
+    """A global of a pack, by its module's `module_name`."""
+
+    module: str
+    name: str
+    value: Any
+    namespace: dict[str, Any]
+
+
+def named_globals(function: FunctionType) -> list[Global]:
+    """Return the globals that a function of a pack names, those of other modules of packs included."""
     if not is_of_pack(str(function.__module__)):
-        return {}
-    return {name: function.__globals__[name] for name in sorted(names_in(function.__code__) & function.__globals__.keys())}
+        return []
+    names, own = sorted(names_in(function.__code__)), function.__globals__
+    modules = [each for name in names if isinstance(each := own.get(name), ModuleType) and is_of_pack(each.__name__)]
+    spaces = {module_name(str(space.get("__name__"))): space for space in (own, *map(vars, modules))}
+    return [Global(module, name, space[name], space) for module, space in spaces.items() for name in names if name in space]
 
 
 def _is_left_out(value: Any) -> bool:
@@ -45,12 +61,15 @@ def _is_left_out(value: Any) -> bool:
         return not is_of_pack(str(value.__module__))
     if isinstance(value, (*PLAIN, ModuleType, Tensor)):
         return True
+    return not isinstance(value, _FOLLOWED) and (holds_a_model(value) or not is_of_pack(str(type(value).__module__)))
+
+
+def holds_a_model(value: Any) -> bool:
     cls: Any = type(value)
-    holds_a_model = any(base.__module__ == "comfy.model_patcher" for base in cls.__mro__)
-    return not isinstance(value, _FOLLOWED) and (holds_a_model or not is_of_pack(str(cls.__module__)))
+    return any(base.__module__ == "comfy.model_patcher" for base in cls.__mro__)
 
 
-def _parts(value: Any) -> list[Any]:
+def _parts(value: Any, by_value: bool) -> list[Any]:
     if isinstance(value, dict):
         return list(value.values())
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -60,14 +79,13 @@ def _parts(value: Any) -> list[Any]:
     if isinstance(value, CellType):
         return [content_of(value)]
     if isinstance(value, type):
-        return [getattr(each, "__func__", each) for each in vars(value).values()]
+        inside = [getattr(each, "__func__", getattr(each, "fget", each)) for each in vars(value).values()]
+        return [] if by_value else [*inside, *value.__bases__]
     if not isinstance(value, FunctionType):
         return [type(value), *fields_of(value).values()]
-    own = [each for each in named_globals(value).values() if not isinstance(each, FunctionType) or is_of_pack(str(each.__module__))]
-    return [
-        *(value.__closure__ or ()),
-        *(value.__defaults__ or ()),
-        *(value.__kwdefaults__ or {}).values(),
-        *vars(value).values(),
-        *own,
-    ]
+    if by_value and LOCALS not in value.__qualname__:
+        return []
+    named = [] if by_value else [each.value for each in named_globals(value)]
+    own = [each for each in named if not isinstance(each, FunctionType) or is_of_pack(str(each.__module__))]
+    defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    return [*(value.__closure__ or ()), *defaults, *vars(value).values(), *own]

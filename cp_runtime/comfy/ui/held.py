@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,10 +12,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ...controller.calls import Keeper
+from ..shared.noted import sample
 
 
 class Held(Tensor):
-    """A tensor on the ranks: an operation here fetches it.
+    """A tensor on the ranks: the first operation here fetches it.
 
     Args:
         number: of the tensor there.
@@ -23,27 +25,56 @@ class Held(Tensor):
 
     number: int
     keeper: Keeper
+    _here: tuple[Tensor, bytes] | None  # and what it was when it came
 
     @staticmethod
-    def __new__(cls, number: int, keeper: Keeper, dtype: torch.dtype, shape: Sequence[int], device: torch.device) -> Held:
-        made: Held = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
-        made.number, made.keeper = number, keeper
+    def __new__(
+        cls, number: int, keeper: Keeper, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], device: torch.device
+    ) -> Held:
+        made: Held = Tensor._make_wrapper_subclass(cls, tuple(shape), tuple(strides), dtype=dtype, device=device)
+        made.number, made.keeper, made._here = number, keeper, None
         weakref.finalize(made, keeper.drop, number).atexit = False
         return made
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"Held({self.number}, {self.dtype}, {tuple(self.shape)})"
+        return repr(self.here())
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        places = zip(args, function._schema.arguments, strict=False)
-        if any(isinstance(each, Held) and place.alias_info is not None and place.alias_info.is_write for each, place in places):
-            raise RuntimeError("a node changes a tensor in place that patches noted on the workers; it has to work on a copy")
-        args, kwargs = tree_map_only(Held, Held.fetch, (tuple(args), dict(kwargs or {})))
-        return function(*args, **kwargs)
+        given, named = tree_map_only(Held, Held.here, (tuple(args), dict(kwargs or {})))
+        out = function(*given, **named)
+        return next((mine for mine, its in zip(args, given, strict=True) if isinstance(mine, Held) and out is its), out)
 
-    def fetch(self) -> Tensor:
-        return self.keeper.fetch(self.number, self.device)
+    def here(self) -> Tensor:
+        """Return it as an ordinary tensor, always the same one."""
+        if self._here is None:
+            fetched = self.keeper.fetch(self.number, self.device)
+            value = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device).copy_(fetched)
+            self._here = value, sample(value)
+        return self._here[0]
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the ranks do not have it so any more: code here has changed it in place, or they have ended."""
+        if self._here is None:
+            return False
+        value, before = self._here
+        return not self.keeper.alive or value._version > 1 or sample(value) != before
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return copy.deepcopy(self.here(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.here().__reduce_ex__(protocol)
+
+    def numpy(self, **settings: Any) -> Any:
+        return self.here().numpy(**settings)
+
+    def tolist(self) -> Any:
+        return self.here().tolist()
+
+    def __array__(self, *args: Any, **settings: Any) -> Any:
+        return self.here().__array__(*args, **settings)
 
 
 def is_gone(tensor: Tensor) -> bool:
@@ -54,14 +85,14 @@ def is_gone(tensor: Tensor) -> bool:
 _HELD: weakref.WeakValueDictionary[tuple[Keeper, int], Held] = weakref.WeakValueDictionary()
 
 
-def held_by(keeper: Keeper, own: torch.device) -> Callable[[int, str, Sequence[int], bool], Held]:
+def held_by(keeper: Keeper, own: torch.device) -> Callable[..., Held]:
     """Return what makes a tensor for `shared.noted.apply`: the same one for the same number. `own`: the model's device here."""
 
-    def held(number: int, dtype: str, shape: Sequence[int], on_host: bool) -> Held:
+    def held(number: int, dtype: str, shape: Sequence[int], strides: Sequence[int], on_host: bool) -> Held:
         device = torch.device("cpu") if on_host else own
         made = _HELD.get((keeper, number))
         if made is None:
-            made = Held(number, keeper, getattr(torch, dtype), shape, device)
+            made = Held(number, keeper, getattr(torch, dtype), shape, strides, device)
         _HELD[keeper, number] = made
         return made
 

@@ -5,8 +5,9 @@ Also what stands in a transformer in the place of its own forwards and modules, 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -17,9 +18,9 @@ from ...controller.calls import Keeper
 from ...errors import UnsupportedError
 from ..shared.attributes import attributes_of
 from ..shared.modules import take_module
-from ..shared.noted import Graph, Notes, apply, globals_of, tensors_in
+from ..shared.noted import Graph, Notes, apply, globals_of, put, tensors_in
 from ..shared.objects import ABSENT, is_ours
-from .held import held_by, is_gone
+from .held import Held, held_by, is_gone
 
 METHODS = ("forward", "_forward")
 """The innermost forward is one of these."""
@@ -106,7 +107,7 @@ class NotedHere:
         for path, module in [("", model), *known.modules.items()]:
             names, now = _NOTED.get(module, set()), attributes_of(module)
             added = {name: now[name] for name in now if name in names or name not in known.attributes[path]}
-            for name in [name for name, value in added.items() if any(map(is_gone, tensors_in([value])))]:
+            for name in [name for name, value in added.items() if any(is_gone(each) for *_, each in tensors_in([value]))]:
                 delattr(module, name)  # the cache begins anew, as it did at first
                 del added[name]
             kept = {name: value for name, value in added.items() if name not in FORWARDS and can_be_sent(value)}
@@ -118,7 +119,15 @@ class NotedHere:
             for module, values in globals_of(patches).items()
         }
         notes = Notes(patches, attributes, {module: values for module, values in held.items() if values})
-        if any(map(is_gone, tensors_in(notes.roots))):
+        for holder, key, each in tensors_in(notes.roots):
+            if isinstance(each, Held) and each.is_here:
+                put(holder, key, each.here())
+        for path, values in attributes.items():
+            vars(model if not path else known.modules[path]).update(values)
+        tensors = {id(each): each for *_, each in tensors_in(notes.roots)}.values()
+        memory = Counter(each.untyped_storage().data_ptr() for each in tensors if type(each) is torch.Tensor)
+        notes = replace(notes, aliased=any(count > 1 for count in memory.values()))
+        if any(map(is_gone, tensors)):
             raise UnsupportedError(
                 "what patches noted on the workers is gone, as these have been restarted since. Have the node that patches run "
                 "again, by changing one of its inputs."

@@ -194,6 +194,8 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
             loaded = self._as_loaded()
             added = loaded.load_on_ranks()
         except UnsupportedError as error:
+            if self.get_all_callbacks(CallbacksMP.ON_LOAD):  # no sampling will end, which cleans up behind them
+                self.cleanup()
             self.refuse(error)
             return self._load_here(device_to, extra_memory, force_patch_weights)
         loaded._patch_what_acts_here()

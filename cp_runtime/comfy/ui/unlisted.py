@@ -79,13 +79,13 @@ class UnlistedPatches:
 
     def check(self, difference: float | None, outcomes: Sequence[CallOutcome], keeper: Keeper) -> None:
         """See `controller.calls.Unlisted`."""
-        self._take_notes(outcomes, keeper)
         bound = EXACT if self.patcher.model.get_dtype_inference() == torch.float32 else ROUNDED
         if difference is not None and not difference <= bound:
             raise UnsupportedError(
                 f"{self._by} patched the transformer, and the ranks compute something else with that than one device: off by "
                 f"{difference:.2g} standard deviations, and rounding explains {bound:g}. {REMEDY}"
             )
+        self._take_notes(outcomes, keeper)  # one device would compute the call once more, with what was noted before it
 
     def _take_notes(self, outcomes: Sequence[CallOutcome], keeper: Keeper) -> None:
         """Note here what the ranks have noted. Raise UnsupportedError if they have noted different things, or some that cannot be
