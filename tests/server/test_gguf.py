@@ -175,7 +175,7 @@ def test_settings_of_a_loader_are_of_its_model(gguf_server):
 
 
 def test_what_cannot_be_split_runs_on_one_device_as_the_pack_runs_it(gguf_server):
-    nodes = {"after_apply": [("TestPatch", {"kind": "for_a_call"})], "loras": ["flux_lora"]}
+    nodes = {"after_apply": [("TestPatch", {"kind": "innermost_for_a_call"})], "loras": ["flux_lora"]}
     cp = {"world_size": 2, "on_unsupported": "single device"}
     assert_equal(gguf_server.sample(graph("flux", cp=cp, **nodes), timeout=120), gguf_server.sample(graph("flux", **nodes)))
 

@@ -17,7 +17,7 @@ CP = {"world_size": 2}
 SD3_LATENT = {"batch": 1, "channels": 16, "frames": 0, "height": 8, "width": 8}
 SINGLE = {**CP, "on_unsupported": "single device"}
 REFUSED, REFUSED_BY_WAN = (("TestPatch", {"kind": kind}) for kind in ("attn1_output_patch", "attn2_patch"))
-REFUSED_IN_A_CALL = ("TestPatch", {"kind": "for_a_call"})
+REFUSED_IN_A_CALL = ("TestPatch", {"kind": "innermost_for_a_call"})
 
 
 @pytest.fixture(scope="module")

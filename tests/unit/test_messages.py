@@ -43,6 +43,7 @@ MESSAGES = [
         memory=(1.5, 3.0), memory_scale=1.5, compile=CompileSettings(), compile_or_raise=True, cancel_every=3,
         value=TREE, drop=(),
     ),
+    messages.Fetch(number=3),
     messages.AttachNetwork(key="k", leaves=(TREE, TREE)),
     messages.Drop(keys=("a", "b")),
     messages.MakeRoom(key=None, ranks=(0, 1)),

@@ -20,7 +20,7 @@ from ...errors import MirrorError
 from .assigned import assigned
 from .fingerprint import PLAIN, content_of, digest, fields_of, type_name
 from .objects import write
-from .reached import holds_a_model, is_of_pack, named_globals, reached
+from .reached import holds_a_model, is_of_pack, named_globals, own_fields, reached
 
 _JSON = (type(None), bool, int, float, str)
 _FIXED = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, torch.dtype, torch.device)
@@ -209,7 +209,7 @@ def _items(value: Any) -> Iterator[tuple[Any, Any]]:
     elif isinstance(value, FunctionType):
         yield from enumerate((*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()))
     else:
-        yield from fields_of(value).items()
+        yield from own_fields(value).items()
 
 
 class _Words:
@@ -314,7 +314,7 @@ def apply(changes: str, graph: Graph, module: Callable[[str], nn.Module], tensor
         elif isinstance(value, CellType):
             value.cell_contents = items[0][1]
         else:
-            for name in fields_of(value).keys() - dict(items).keys():
+            for name in own_fields(value).keys() - dict(items).keys():
                 object.__delattr__(value, name)
             for name, item in items:
                 object.__setattr__(value, name, item)

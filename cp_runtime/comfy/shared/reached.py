@@ -6,14 +6,15 @@ from collections.abc import Iterable
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from .assigned import names_in
 from .fingerprint import PLAIN, content_of, fields_of
-from .modules import LOCALS, module_name
+from .modules import BOOKKEEPING, LOCALS, module_name
 from .origin import in_library
 
 COMFY = ("comfy", "comfy_extras", "comfy_api", "comfy_execution", "nodes", "latent_preview")
+_OURS = __name__.partition(".comfy.")[0]
 _FOLLOWED = (dict, list, tuple, set, frozenset, FunctionType, MethodType, CellType)
 
 
@@ -33,7 +34,7 @@ def reached(roots: Iterable[Any], by_value: bool = False) -> list[Any]:
 
 
 def is_of_pack(module: str) -> bool:
-    return not (module.partition(".")[0] in COMFY or "comfy_extras" in module or in_library(module))
+    return not (module.partition(".")[0] in COMFY or "comfy_extras" in module or module.startswith(_OURS) or in_library(module))
 
 
 class Global(NamedTuple):
@@ -64,6 +65,17 @@ def _is_left_out(value: Any) -> bool:
     return not isinstance(value, _FOLLOWED) and (holds_a_model(value) or not is_of_pack(str(type(value).__module__)))
 
 
+def own_fields(value: Any) -> dict[str, Any]:
+    """Return the fields of an object of a pack; of a module without its weights, which ComfyUI moves, records of these, and
+    what stands in the place of its forward for a call."""
+    fields = fields_of(value)
+    if not isinstance(value, nn.Module):
+        return fields
+    return {
+        name: each for name, each in fields.items() if name not in ("_parameters", "forward") and not BOOKKEEPING.fullmatch(name)
+    }
+
+
 def holds_a_model(value: Any) -> bool:
     cls: Any = type(value)
     return any(base.__module__ == "comfy.model_patcher" for base in cls.__mro__)
@@ -82,7 +94,7 @@ def _parts(value: Any, by_value: bool) -> list[Any]:
         inside = [getattr(each, "__func__", getattr(each, "fget", each)) for each in vars(value).values()]
         return [] if by_value else [*inside, *value.__bases__]
     if not isinstance(value, FunctionType):
-        return [type(value), *fields_of(value).values()]
+        return [type(value), *own_fields(value).values()]
     if by_value and LOCALS not in value.__qualname__:
         return []
     named = [] if by_value else [each.value for each in named_globals(value)]

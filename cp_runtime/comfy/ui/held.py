@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from ...compat import versions
 from ...controller.calls import Keeper
 from ..shared.noted import sample
 
@@ -25,7 +26,7 @@ class Held(Tensor):
 
     number: int
     keeper: Keeper
-    _here: tuple[Tensor, bytes] | None  # and what it was when it came
+    _here: tuple[Tensor, object] | None  # and what it was when it came
 
     @staticmethod
     def __new__(
@@ -50,7 +51,7 @@ class Held(Tensor):
         if self._here is None:
             fetched = self.keeper.fetch(self.number, self.device)
             value = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device).copy_(fetched)
-            self._here = value, sample(value)
+            self._here = value, _state(value)
         return self._here[0]
 
     @property
@@ -58,8 +59,7 @@ class Held(Tensor):
         """Whether the ranks do not have it so any more: code here has changed it in place, or they have ended."""
         if self._here is None:
             return False
-        value, before = self._here
-        return not self.keeper.alive or value._version > 1 or sample(value) != before
+        return not self.keeper.alive or _state(self._here[0]) != self._here[1]
 
     def __deepcopy__(self, memo: Any) -> Tensor:
         return copy.deepcopy(self.here(), memo)
@@ -75,6 +75,10 @@ class Held(Tensor):
 
     def __array__(self, *args: Any, **settings: Any) -> Any:
         return self.here().__array__(*args, **settings)
+
+
+def _state(tensor: Tensor) -> object:
+    return versions([tensor]), sample(tensor)
 
 
 def is_gone(tensor: Tensor) -> bool:
