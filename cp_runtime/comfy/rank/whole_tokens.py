@@ -50,6 +50,7 @@ class WholeTokens:
         """Run it. Raises PatchError: it has raised something."""
         split = _Split(self._call)
         whole_args, whole_kwargs = split.gather((args, kwargs), (self._name, ""), self._known)
+        gets_tokens = split.has_tokens  # before blocks inside are gathered
         blocks = _Blocks(self._call, split, self._name, self._known)
         try:
             with self._call.tokens(on_all=True, blocks=blocks):
@@ -62,7 +63,7 @@ class WholeTokens:
             split.restore_counts()
         blocks.agree("")
         split.write_back()
-        return split.local(out)
+        return split.local(out) if gets_tokens else out
 
 
 class _Blocks:
@@ -126,6 +127,11 @@ class _Split:
         self._shapes: dict[torch.Size, Place] = {}
         self._made: list[Copied] = []
         self._counts: list[tuple[dict[str, Any], Any]] = []
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether any tokens have been gathered."""
+        return bool(self._shapes)
 
     @contextmanager
     def copies(self) -> Iterator[list[Copied]]:
@@ -203,9 +209,7 @@ class _Split:
         return self._replaced(values, made) if made else values
 
     def local(self, out: Any) -> Any:
-        """Return this rank's tokens of a result; the result itself if no argument had tokens."""
-        if not self._shapes:
-            return out
+        """Return this rank's tokens of a result."""
         made: dict[int, Tensor] = {}
         for name, tensor in _named_tensors(out):
             likely = (self._shapes.get(tensor.shape), self._named.get(name.rpartition(".")[2]), *self._shapes.values())
