@@ -37,7 +37,8 @@ TESTS = [
 AT_FULL_LENGTH = [
     *(f"tests/server/test_{name}.py" for name in ("accelerators", "cards", "changed_modules", "compiled", "gguf")),
     *(f"tests/server/test_{name}.py" for name in ("every_change", "families", "host_memory", "next_comfyui", "nodes")),
-    *(f"tests/server/test_{name}.py" for name in ("past_the_forward", "patches", "quantised", "step_caches", "unlisted", "vae", "whole_tokens")),
+    *(f"tests/server/test_{name}.py" for name in ("past_the_forward", "patches", "quantised", "vae")),
+    *(f"tests/server/test_{name}.py" for name in ("step_caches", "unlisted", "whole_tokens")),
     *(f"tests/ranks/api/test_{name}.py" for name in ("api", "diffusers")),
     *(f"tests/ranks/families/test_{name}.py" for name in ("cards", "compiled", "families", "stages")),
     "tests/ranks/attention/test_attention.py",
