@@ -6,6 +6,7 @@ import base64
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,8 +76,8 @@ def read_patches(encoded: Mapping[str, Any], model: nn.Module, call: RunningCall
     things = read(data, encoded["tensors"], device, lambda reference: have[reference[0]](reference[1])).thing
     places = PLACES.setdefault(encoded["key"], {})
 
-    def on_all_tokens(where: str, thing: Any) -> WholeTokens:
-        return WholeTokens(thing, call, f"{name_of(thing)} ({where})", places)
+    def on_all_tokens(where: str, thing: Any, is_model: bool = False) -> WholeTokens:
+        return WholeTokens(thing, call, f"{name_of(thing)} ({where})", places, is_model)
 
     def adapted(where: str, patch: Any) -> Any:
         known = MIRRORED.get(name_of(patch), UNLISTED)
@@ -95,5 +96,5 @@ def read_patches(encoded: Mapping[str, Any], model: nn.Module, call: RunningCall
         map_patches(things, adapted),
         objects,
         None if things["notes"] is None else NotesHere(Notes(**things["notes"]), model),
-        on_all_tokens if encoded["on_root"] else None,
+        partial(on_all_tokens, is_model=True) if encoded["on_root"] else None,
     )

@@ -41,16 +41,23 @@ class WholeTokens:
         call: the running call.
         name: of the code, the same on all ranks.
         known: where tokens are, by the names of tensors and what else all ranks have alike; as long as the patch is the same.
+        is_model: it is the forward of the model, whose result is whole on every rank.
     """
 
-    def __init__(self, function: Callable[..., Any], call: RunningCall, name: str, known: dict[object, list[Place]]) -> None:
-        self.function, self._call, self._name, self._known = function, call, name, known
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        call: RunningCall,
+        name: str,
+        known: dict[object, list[Place]],
+        is_model: bool = False,
+    ) -> None:
+        self.function, self._call, self._name, self._known, self._is_model = function, call, name, known, is_model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it. Raises PatchError: it has raised something."""
         split = _Split(self._call)
         whole_args, whole_kwargs = split.gather((args, kwargs), (self._name, ""), self._known)
-        gets_tokens = split.has_tokens  # before blocks inside are gathered
         blocks = _Blocks(self._call, split, self._name, self._known)
         try:
             with self._call.tokens(on_all=True, blocks=blocks):
@@ -63,7 +70,7 @@ class WholeTokens:
             split.restore_counts()
         blocks.agree("")
         split.write_back()
-        return split.local(out) if gets_tokens else out
+        return out if self._is_model else split.local(out)
 
 
 class _Blocks:
@@ -127,11 +134,6 @@ class _Split:
         self._shapes: dict[torch.Size, Place] = {}
         self._made: list[Copied] = []
         self._counts: list[tuple[dict[str, Any], Any]] = []
-
-    @property
-    def has_tokens(self) -> bool:
-        """Whether any tokens have been gathered."""
-        return bool(self._shapes)
 
     @contextmanager
     def copies(self) -> Iterator[list[Copied]]:
@@ -209,7 +211,9 @@ class _Split:
         return self._replaced(values, made) if made else values
 
     def local(self, out: Any) -> Any:
-        """Return this rank's tokens of a result."""
+        """Return this rank's tokens of a result; the result itself if there were none."""
+        if not self._shapes:
+            return out
         made: dict[int, Tensor] = {}
         for name, tensor in _named_tensors(out):
             likely = (self._shapes.get(tensor.shape), self._named.get(name.rpartition(".")[2]), *self._shapes.values())
