@@ -20,7 +20,7 @@ from ...errors import MirrorError
 from .assigned import assigned
 from .fingerprint import PLAIN, content_of, digest, fields_of, type_name
 from .objects import write
-from .reached import holds_a_model, is_of_pack, named_globals, own_fields, reached
+from .reached import functions_of_packs, holds_a_model, is_of_pack, named_globals, own_fields, reached
 
 _JSON = (type(None), bool, int, float, str)
 _FIXED = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, torch.dtype, torch.device)
@@ -63,17 +63,17 @@ class Graph:
     """
 
     def __init__(self, notes: Notes, paths: Mapping[int, str]) -> None:
-        roots = notes.roots
-        self.values, self._notes, self._paths = reached(roots), notes, paths
+        self.values, self._notes, self._paths = reached(notes.roots), notes, paths
         self.numbers = {id(value): number for number, value in enumerate(self.values)}
         self.kind = digest(" ".join(map(type_name, self.values)))
         """The same for graphs whose values have the same numbers."""
-        self._sent = {id(value) for value in reached(roots, by_value=True)}
+        self._sent: set[int] = set()
         self._looks: dict[int, list[_Look]] = {}
         self._others: list[object] = []
 
     def look(self) -> None:
         """Remember what the values hold, for `changes`."""
+        self._sent = {id(value) for value in reached(self._notes.roots, by_value=True)}
         self._looks = {number: self._look(value) for number, value in enumerate(self.values) if _is_looked_at(value)}
         self._others = self._look_at_others()
 
@@ -154,7 +154,7 @@ def sample(tensor: Tensor) -> bytes:
 def globals_of(patches: Sequence[Any]) -> dict[str, dict[str, Any]]:
     """Return the globals of packs that functions of patches name and that may come to be others, by module, then by name."""
     found: dict[str, dict[str, Any]] = {}
-    for each in (named for value in reached(patches) if isinstance(value, FunctionType) for named in named_globals(value)):
+    for each in (named for function in functions_of_packs(patches) for named in named_globals(function)):
         if _holds(each.value) or (isinstance(each.value, (*PLAIN, Tensor)) and each.name in _assigned(each.namespace)):
             found.setdefault(each.module, {})[each.name] = each.value
     return found

@@ -33,6 +33,11 @@ def reached(roots: Iterable[Any], by_value: bool = False) -> list[Any]:
     return list(found.values())
 
 
+def functions_of_packs(roots: Iterable[Any]) -> list[FunctionType]:
+    """Return the functions of packs that these reach."""
+    return [each for each in reached(roots) if isinstance(each, FunctionType) and is_of_pack(str(each.__module__))]
+
+
 def is_of_pack(module: str) -> bool:
     return not (module.partition(".")[0] in COMFY or "comfy_extras" in module or module.startswith(_OURS) or in_library(module))
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from types import FunctionType
 from typing import Any, Protocol
 from weakref import ref
 
@@ -31,7 +30,7 @@ from ..shared.assigned import names_in
 from ..shared.forward import CONDITIONINGS
 from ..shared.objects import write
 from ..shared.patches import applied_patches
-from ..shared.reached import is_of_pack, reached
+from ..shared.reached import functions_of_packs
 from ..shared.weights import PREFIX, model_dtype
 from .fingerprints import code_of_patches
 from .noted import METHODS, innermost_method, loaded, replaced_in
@@ -206,8 +205,7 @@ def instead_of_replaced(model: nn.Module) -> Iterator[None]:
 
 def _computes(forward: Any, model: nn.Module) -> bool:
     """Return whether the code of a pack's forward names modules of the model."""
-    functions = [each for each in reached([forward]) if isinstance(each, FunctionType) and is_of_pack(str(each.__module__))]
-    return any(names_in(function.__code__) & model._modules.keys() for function in functions)
+    return any(names_in(function.__code__) & model._modules.keys() for function in functions_of_packs([forward]))
 
 
 class OnOneDevice:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from types import CodeType, FunctionType
+from types import CodeType
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from ...errors import MirrorError, UnsupportedError
 from ...families import splits_tokens
 from ...pool.messages import CallOutcome
 from ..shared.assigned import names_in
-from ..shared.reached import is_of_pack, reached
+from ..shared.reached import functions_of_packs
 from .noted import NotedHere
 from .pack_nodes import made_by
 
@@ -58,7 +58,7 @@ class UnlistedPatches:
 
     def check_code(self) -> None:
         """Raise UnsupportedError where code reads options that only ComfyUI's process has."""
-        functions = [each for each in reached(self.patches) if isinstance(each, FunctionType) and is_of_pack(str(each.__module__))]
+        functions = functions_of_packs(self.patches)
         if read := {text for function in functions for text in _texts(function.__code__)} & ONLY_HERE:
             raise UnsupportedError(
                 f"{self._by} patched the transformer and reads {', '.join(sorted(read))} of transformer_options, which only "
