@@ -74,7 +74,6 @@ def test_other_branches_run_beside_bad_settings(off_server):
 INSIDE = {
     "attn1_output_patch": "TestPatch patched the transformer with something that cannot be sent: there is no",
     "attention_override": "attention function",
-    "injection": "injected code",
     "weight_function": "wrapped weights",
 }
 

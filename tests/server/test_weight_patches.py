@@ -69,12 +69,31 @@ def check(server, case, cp=CP, other=None):
 # --- what is loaded computes ------------------------------------------------------------------------------------------
 
 WITH_LORA, SCALED = {"loras": ["flux_lora"]}, {"ckpt": "flux_fp8_scaled"}
+BYPASSED = [("LoraLoaderBypassModelOnly", {"lora_name": "flux_lora.safetensors", "strength_model": 0.7})]
 LOADED = [
     ("clone_to_sample", WITH_LORA, "after_apply"),
     ("clone_to_sample", SCALED, "model_nodes"),
     ("clone_to_sample", {**SCALED, **WITH_LORA}, "after_apply"),
     ("changed_clone_to_sample", WITH_LORA, "model_nodes"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("weights", "ckpt", "place"),
+    [
+        ("whole", "flux", "after_apply"),
+        ("sharded", "flux", "model_nodes"),
+        ("staged", "flux", "model_nodes"),
+        ("whole", "flux_fp8_scaled", "model_nodes"),
+    ],
+)
+def test_a_lora_beside_the_weights(weights, ckpt, place, server):
+    """Its layers are injected around the model's."""
+    case, other = (partial(flux_prompt, ckpt=ckpt, **given) for given in ({place: BYPASSED}, {}))
+    expected, plain = server.sample_once(case()), server.sample_once(other())
+    assert differ(expected, plain)
+    for graph, latent in ((case, expected), (other, plain)):
+        assert_close(server.sample(graph(cp={**CP, "weights": weights})), latent)
 
 
 @pytest.mark.parametrize(("kind", "weights", "place"), LOADED, ids=lambda each: each if isinstance(each, str) else " ".join(each))

@@ -15,12 +15,12 @@ GRAPHS = {
 }
 KINDS = {
     "flux": (
-        "attention_output", "queries", "replaced_block", "forward", "image_only", "written_options",
+        "attention_output", "queries", "replaced_block", "forward", "injected", "image_only", "written_options",
     ),
     "wan": (
-        "queries", "mean", "replaced_block", "forward", "picture", "cached_block", "decides_by_tokens", "fewer_blocks",
+        "queries", "mean", "replaced_block", "forward", "injected", "picture", "cached_block", "decides_by_tokens", "fewer_blocks",
     ),
-    "qwen": ("mean", "replaced_block", "forward", "picture", "cached_block", "decides_by_tokens"),
+    "qwen": ("mean", "replaced_block", "forward", "injected", "picture", "cached_block", "decides_by_tokens"),
 }  # fmt: skip
 
 
@@ -62,6 +62,10 @@ REFUSED = {
     "raises": "raised ValueError: this needs the main process",
     "raises_on_rank_1": "raised ValueError: this needs the first process",
     "runs_on_rank_0": "does not run the same blocks on all workers",
+    "injected_hook": "injected code put a hook on the transformer",
+    "injected_forward": "injected code replaced the forward of the transformer",
+    "injected_weights": "injected code changes the weights of blocks.0.ffn.0",
+    "injected_modules": "injected code replaced blocks.0.ffn, and has modules inside that may lack tokens",
 }
 """None may leave the others waiting."""
 

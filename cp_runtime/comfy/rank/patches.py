@@ -18,6 +18,7 @@ from ...engine.call import RunningCall
 from ...recent import Recent
 from ..shared.noted import Notes
 from ..shared.patches import MIRRORED, UNLISTED, map_patches, name_of
+from .injections import Injections
 from .noted import HELD, NotesHere
 from .objects import read
 from .pack_objects import objects_in_place
@@ -40,18 +41,20 @@ class CallPatches:
         objects: object patches, by their path in the model.
         notes: what those that no table lists have noted; None = there are none.
         on_all: makes code that gets all tokens, where the model's forward is such code.
+        injections: code that puts something into the model for the time of the call.
     """
 
     options: Mapping[str, Any]
     objects: Mapping[str, Any]
     notes: NotesHere | None
     on_all: Callable[[str, Any], WholeTokens] | None
+    injections: Injections
 
     @contextmanager
     def in_place(self, model: nn.Module, call: RunningCall, override: Callable[..., Tensor]) -> Iterator[None]:
         """Have objects and notes stand in the model, while active. `override`: see `objects_in_place`."""
         objects = objects_in_place(self.objects, model, call, override) if self.objects else nullcontext()
-        with objects, nullcontext() if self.notes is None else self.notes.in_place():
+        with objects, nullcontext() if self.notes is None else self.notes.in_place(), self.injections.in_place(model):
             yield
 
     def forward(self, stock: Callable[..., Any], model: nn.Module) -> Callable[..., Any]:
@@ -97,4 +100,5 @@ def read_patches(encoded: Mapping[str, Any], model: nn.Module, call: RunningCall
         objects,
         None if things["notes"] is None else NotesHere(Notes(**things["notes"]), model),
         partial(on_all_tokens, is_model=True) if encoded["on_root"] else None,
+        Injections(things["injections"], device, on_all_tokens),
     )

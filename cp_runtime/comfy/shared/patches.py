@@ -169,6 +169,8 @@ MIRRORED: Mapping[str, Patch] = {
         adapt=_on_whole_tokens("video", "img"),
         mixes_batch=True,
     ),
+    # Adds to what a single layer computes for a token.
+    "comfy.weight_adapter.bypass:BypassInjectionManager.create_injections.<locals>.inject_all": Patch(node="LoraLoaderBypass"),
     _LLLITE + "Patch": Patch(node="AnimaLLLiteApply", mixes_batch=True),
     _LLLITE + "AttentionPatch": Patch(node="AnimaLLLiteApply", adapt=_with_local_embedding, mixes_batch=True),
     _LLLITE + "MLPPatch": Patch(node="AnimaLLLiteApply", adapt=_with_local_embedding, mixes_batch=True),

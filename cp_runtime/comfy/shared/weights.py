@@ -21,6 +21,7 @@ from ...nested import stored
 from ...pool.messages import Load
 
 PREFIX = "diffusion_model."  # of ComfyUI's names for weights and modules of the transformer
+READ_HERE = ("x_embedder.", "y_embedder.")  # of the transformer, with which ControlNets for SD3.5 compute
 WINDOWS, WINDOW = 8, 64  # pieces of a weight, and bytes of each, at least
 WHOLE = 256 << 10  # bytes: smaller weights are read whole, at a millisecond for four of them
 SMALL = 16 << 10  # bytes: in `ModelPatcherDynamic.load`

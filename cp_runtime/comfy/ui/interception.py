@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import chain
 from typing import Any, Protocol
 from weakref import ref
 
@@ -50,6 +51,7 @@ class Owner(Protocol):
     cp_run: Any
     cp_config: RuntimeConfig
     object_patches_backup: dict[str, Any]
+    injections: dict[str, Any]
 
     def refuse_call(self, error: UnsupportedError) -> None: ...
 
@@ -82,6 +84,10 @@ class Replacement:
 
     def run(self, owner: Owner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError
+
+
+class _Injected(Exception):
+    """A refused call has loaded the model into this process, with code injected around what is running already."""
 
 
 class WorkerForward(Replacement):
@@ -144,10 +150,12 @@ class WorkerForward(Replacement):
         except RankError as error:
             if error.kind in (PatchError.__name__, PlanError.__name__) and patches.unlisted is not None:
                 owner.refuse_call(patches.unlisted.failed(error.message))
-            elif error.kind == UnsentError.__name__:
+            elif error.kind in (PatchError.__name__, UnsentError.__name__):
                 owner.refuse_call(unsent(error.message))
             else:
                 raise
+        if any(owner.injections.values()):
+            raise _Injected
         return self.stock(*args, **kwargs)
 
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -182,7 +190,10 @@ def check_forward(executor: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     """
     model = executor.class_obj.diffusion_model  # type: ignore[attr-defined]
     with instead_of_replaced(model), unrecorded(settings) if is_intercepted(model) else nullcontext():
-        return executor(*args, **kwargs)
+        try:
+            return executor(*args, **kwargs)
+        except _Injected:
+            return executor(*args, **kwargs)
 
 
 @contextmanager
@@ -276,8 +287,22 @@ class LocalTexts(Replacement):
 
     def run(self, owner: Owner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         text = next(tensors([list(args), kwargs]), None)
-        with self.guard.lifted(), nullcontext() if text is None else weights_at(owner, self.model, text.device):
+        weights = nullcontext() if text is None else weights_at(owner, self.model, text.device)
+        with self.guard.lifted(), weights, injected(owner):
             return self.stock(*args, **kwargs)
+
+
+@contextmanager
+def injected(patcher: ModelPatcher) -> Iterator[None]:
+    """Have the code that nodes inject into the model be there, while active."""
+    injections = list(chain(*patcher.injections.values()))
+    for each in injections:
+        each.inject(patcher)
+    try:
+        yield
+    finally:
+        for each in injections:
+            each.eject(patcher)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import Any
 
 import comfy.controlnet
 import comfy.quant_ops
-from comfy.patcher_extension import WrappersMP
+from comfy.patcher_extension import CallbacksMP, WrappersMP
 from comfy_api.torch_helpers.torch_compile import COMPILE_KEY, TORCH_COMPILE_KWARGS
 from torch import Tensor, nn
 
@@ -198,8 +198,8 @@ def _check_attached(patcher: Any) -> None:
 def _attached(patcher: Any) -> Iterator[str]:
     if patcher.get_additional_models_with_key("multigpu"):
         yield "MultiGPU CFG Split made clones of the model; it and context parallelism exclude each other."
-    if any(patcher.injections.values()):
-        yield f"a node injected code into the model ({', '.join(patcher.injections)}), as bypass LoRA does."
+    if patcher.get_all_callbacks(CallbacksMP.ON_INJECT_MODEL) or patcher.get_all_callbacks(CallbacksMP.ON_EJECT_MODEL):
+        yield "a node has ComfyUI call it when other code is injected into the model, which only the workers do."
     if patcher.weight_wrapper_patches:
         yield f"a node wrapped weights ({next(iter(patcher.weight_wrapper_patches))})."
     if "manual_cast_dtype" in patcher.object_patches:

@@ -31,7 +31,7 @@ from ...families import PLANS, class_name
 from ...pool.config import RuntimeConfig
 from ..shared.patches import applied_patches, changes_shape
 from ..shared.values import Value
-from ..shared.weights import PREFIX, is_dynamic
+from ..shared.weights import PREFIX, READ_HERE, is_dynamic
 from .copies import copies_of
 from .fingerprints import OF_MODEL, ModelFingerprint
 from .interception import OnOneDevice, intercept, release
@@ -46,7 +46,6 @@ from .values import value_of
 
 log = logging.getLogger("context_parallel")
 
-READ_HERE = (PREFIX + "x_embedder.", PREFIX + "y_embedder.")  # by ControlNets for SD3.5
 FEW_STEPS = 8
 RUNS = itertools.count(1)
 
@@ -141,6 +140,15 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
             wrapper = OnOneDevice(wrapper)
         super().add_wrapper_with_key(wrapper_type, key, wrapper)
 
+    def inject_model(self) -> None:
+        if self.cp_local:  # else the ranks inject, for the time of every call
+            super().inject_model()
+
+    def eject_model(self) -> None:
+        super().eject_model()
+        if self.cp_loaded is not None:  # which a refused call has loaded into this process
+            self.cp_loaded.eject_model()
+
     # --- calls by the memory manager ------------------------------------------------------------------------------------
 
     def model_size(self) -> int:
@@ -208,7 +216,7 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         here = {
             path_of(name)
             for name in self.patches
-            if not name.startswith(PREFIX) or name.startswith(READ_HERE) or changes_shape(self, name)
+            if not name.startswith(PREFIX) or name.removeprefix(PREFIX).startswith(READ_HERE) or changes_shape(self, name)
         }
         for name in self.patches:
             if path_of(name) in here:
@@ -339,7 +347,7 @@ def with_hooks(patcher: Any) -> Any:
     if running is None or (hooks := running.current_hooks) is None or not (patches := running.get_combined_hook_patches(hooks)):
         return patcher
     for name in patches:
-        if not name.startswith(PREFIX) or name.startswith(READ_HERE) or changes_shape(patcher, name):
+        if not name.startswith(PREFIX) or name.removeprefix(PREFIX).startswith(READ_HERE) or changes_shape(patcher, name):
             raise UnsupportedError(f"weight hooks change {name}, which computes in ComfyUI's process. {OF_MODEL}")
     merged = {name: [*patcher.patches.get(name, ()), *entries] for name, entries in patches.items()}
     # Strengths follow keyframes, and reach from the first sigma to the last.

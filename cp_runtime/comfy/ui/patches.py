@@ -99,6 +99,8 @@ class PatchSet:
         """
         checked: list[tuple[Any, Patch]] = []
         map_patches(options, lambda where, patch: checked.append((patch, _check(where, patch, model))))
+        injections = [] if patcher is None else list(itertools.chain(*patcher.injections.values()))
+        checked += [(each.inject, _check("injection", each.inject, model)) for each in injections]
         objects = {} if patcher is None else dict(_objects(patcher))
         if innermost_method(model) in objects:
             raise _replaced_forward(objects[innermost_method(model)], model)
@@ -122,7 +124,7 @@ class PatchSet:
         noted, sent = None, map_patches(options, lambda _, patch: patch)
         if unlisted and latent is not None:
             noted = NotedHere.by(parts, model, latent.device, partial(_can_be_sent, settings))
-        things = {**sent, "objects": objects, "notes": None if noted is None else vars(noted.notes)}
+        things = {**sent, "objects": objects, "injections": injections, "notes": None if noted is None else vars(noted.notes)}
         try:
             written = write(things, settings)
             for network in references.networks.values():

@@ -1,10 +1,13 @@
 """One node that attaches to a transformer what node packs do, in the shapes that the most installed ones have."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from comfy.ldm.modules.attention import optimized_attention
 from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import PatcherInjection
 from torch import Tensor
 
 from .conditioning import Random
@@ -93,6 +96,91 @@ def _forward(model: ModelPatcher) -> None:
         return out + 0.2 * out.flip(1)
 
     model.add_object_patch(path, forward)
+
+
+def _injected(model: ModelPatcher) -> None:
+    """Injects another forward into an attention's first layer and, in its place, another layer: both look at all tokens."""
+    before: dict[Any, Any] = {}
+
+    def inject(patcher: Any) -> None:
+        layers = [each for each in _block(patcher).modules() if type(each).__name__ == "Linear"]
+        stock = before[layers[0]] = layers[0].forward
+        layers[0].forward = lambda x: stock(x) + 0.2 * stock(x.flip(1))
+        owner = next(each for each in _block(patcher).modules() if layers[-1] in each.children())
+        name = next(name for name, each in owner.named_children() if each is layers[-1])
+        before[owner] = name, layers[-1]
+        setattr(owner, name, Turned(layers[-1].weight, layers[-1].bias))
+
+    def eject(patcher: Any) -> None:
+        for module, own in before.items():
+            if isinstance(own, tuple):
+                setattr(module, *own)
+            else:
+                module.forward = own
+        before.clear()
+
+    def _block(patcher: Any) -> Any:
+        return getattr(patcher.model.diffusion_model, name)[1]
+
+    name = blocks_of(model)
+    model.set_injections("test_injected", [PatcherInjection(inject, eject)])
+
+
+def _injects(change: Callable[[Any], Callable[..., None]]) -> Callable[[ModelPatcher], None]:
+    """A kind that injects what is refused. `change`: of a transformer; returns the undo."""
+
+    def attach(model: ModelPatcher) -> None:
+        undo: list[Any] = []
+
+        def inject(patcher: Any) -> None:
+            undo.append(change(patcher.model.diffusion_model))
+
+        def eject(patcher: Any) -> None:
+            undo.pop()()
+
+        model.set_injections("test_injected", [PatcherInjection(inject, eject)])
+
+    return attach
+
+
+def another_forward(transformer: Any) -> Callable[..., None]:
+    stock = transformer.forward
+    transformer.forward = lambda *args, **kwargs: stock(*args, **kwargs) * 0.9
+    return partial(setattr, transformer, "forward", stock)
+
+
+def other_weights(transformer: Any) -> Callable[..., None]:
+    layer = transformer.blocks[0].ffn[0]
+    weight, layer.weight = layer.weight, torch.nn.Parameter(layer.weight * 0.9)
+    return partial(setattr, layer, "weight", weight)
+
+
+def other_modules(transformer: Any) -> Callable[..., None]:
+    block = transformer.blocks[0]
+    ffn, block.ffn = block.ffn, torch.nn.Sequential(*block.ffn, torch.nn.Tanh())
+    return partial(setattr, block, "ffn", ffn)
+
+
+def hook(transformer: Any) -> Callable[..., None]:
+    remove: Callable[..., None] = transformer.register_forward_hook(lambda module, args, output: output * 0.9).remove
+    return remove
+
+
+_injected_forward, _injected_weights, _injected_modules, _injected_hook = map(
+    _injects, (another_forward, other_weights, other_modules, hook)
+)
+
+
+class Turned(torch.nn.Module):
+    """A layer with another one's weights, that turns tokens around."""
+
+    def __init__(self, weight: Tensor, bias: Tensor) -> None:
+        super().__init__()
+        self.taken = {"weight": weight, "bias": bias}
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.nn.functional.linear(x, **{name: each.to(x) for name, each in self.taken.items()})
+        return out + 0.2 * out.flip(1)
 
 
 class PictureAttention:

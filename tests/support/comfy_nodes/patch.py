@@ -11,7 +11,7 @@ from comfy.cli_args import args
 from comfy.ldm.modules.attention import attention_pytorch
 from comfy.ldm.wan.model import WanModel
 from comfy.model_patcher import ModelPatcher
-from comfy.patcher_extension import CallbacksMP, PatcherInjection, WrappersMP
+from comfy.patcher_extension import CallbacksMP, WrappersMP
 from comfy_api.torch_helpers import set_torch_compile_wrapper
 
 from .attention import sparse_block
@@ -63,20 +63,6 @@ def _unchanged(executor: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _scaled_image(args: Any) -> Any:
     return {**args, "img": args["img"] * FACTOR}
-
-
-def _injection(model: ModelPatcher) -> None:
-    handles = []
-
-    def inject(patcher: ModelPatcher) -> None:
-        diffusion_model = patcher.model.diffusion_model
-        handles.append(diffusion_model.register_forward_hook(lambda module, args, output: output * FACTOR))
-
-    def eject(patcher: ModelPatcher) -> None:
-        while handles:
-            handles.pop().remove()
-
-    model.set_injections(KEY, [PatcherInjection(inject, eject)])
 
 
 def _weight_function(model: ModelPatcher) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from comfy.ldm.modules.attention import optimized_attention
 from comfy.model_patcher import ModelPatcher
-from comfy.patcher_extension import WrappersMP
+from comfy.patcher_extension import PatcherInjection, WrappersMP
 from torch import Tensor, nn
 
 from .conditioning import Random
@@ -227,6 +227,30 @@ def _settings(model: ModelPatcher) -> None:
     """Reads what the node has set in its module."""
     SETTINGS["strength"] = 0.7
     model.set_model_input_block_patch(lambda h, options: h * SETTINGS["strength"])
+
+
+def _injected(model: ModelPatcher) -> None:
+    """Injects a layer behind a block, and another forward."""
+    kept: list[Any] = []
+
+    def inject(patcher: Any) -> None:
+        transformer = patcher.model.diffusion_model
+        stock = transformer.middle_block[1].forward
+        kept.append(transformer.input_blocks[1])
+        transformer.input_blocks[1] = type(kept[0])(*kept[0], Halved())
+        transformer.middle_block[1].forward = lambda *args, **kwargs: stock(*args, **kwargs) * 0.7
+
+    def eject(patcher: Any) -> None:
+        transformer = patcher.model.diffusion_model
+        transformer.input_blocks[1] = kept.pop()
+        del transformer.middle_block[1].forward
+
+    model.set_injections(KEY, [PatcherInjection(inject, eject)])
+
+
+class Halved(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 0.5
 
 
 def _block(model: ModelPatcher) -> None:
