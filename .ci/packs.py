@@ -2,20 +2,23 @@
 
     make packs PACKS_ARGS="~/ComfyUI/custom_nodes/some-pack ..."    (folders of packs; without any, the tests' own ones)
 
-A node is tried with the defaults of its widgets, and with an image, mask, latent or conditioning of its own. What packs need from
-their requirements.txt must be installed into the environment that `make setup` has made.
+A node is tried with the defaults of its widgets, or with `--set Node.widget=value`, and with an image, mask or conditioning. What
+packs need from their requirements.txt must be installed into the environment that `make setup` has made.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import re
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
@@ -26,19 +29,21 @@ from support.latents import TOLERANCE, differ, distance
 from support.node_graphs import completed, node
 from support.server import CUSTOM_NODES, ComfyServer
 
-STEPS = 4
 FAMILIES = ("sdxl", "qwen")  # with models of `support.models`
 GRAPHS: Mapping[str, Callable[..., Prompt]] = {
-    "SDXL": partial(family_prompt, families.served()["sdxl"][1], cfg=4.0, steps=STEPS),
-    "Flux": partial(GUIDED_FLUX, width=72, height=104, tokens=13, steps=STEPS),
-    "Wan": partial(wan_prompt, cfg=4.0, width=72, height=56, steps=STEPS),
-    "Qwen-Image": partial(family_prompt, families.served()["qwen"][1], cfg=4.0, steps=STEPS),
+    "SDXL": partial(family_prompt, families.served()["sdxl"][1], cfg=4.0),
+    "Flux": partial(GUIDED_FLUX, width=72, height=104, tokens=13),
+    "Wan": partial(wan_prompt, cfg=4.0, width=72, height=56),
+    "Qwen-Image": partial(family_prompt, families.served()["qwen"][1], cfg=4.0),
 }
 GIVEN = {
     "IMAGE": node("EmptyImage", width=64, height=64, batch_size=1, color=0x336699),
     "MASK": node("SolidMask", value=0.5, width=64, height=64),
 }
 """Nodes for inputs that have no widget, by type."""
+LINKED = {"CONDITIONING": "positive", "LATENT": "latent"}
+"""Nodes of the graph for other inputs."""
+MOST = 160  # characters of a message
 WIDGETS = ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO")
 
 
@@ -51,26 +56,29 @@ def nodes_of(server: ComfyServer, pack: str) -> Iterator[tuple[str, dict[str, st
             yield name, {key: kind for key, kind in inputs.items() if kind not in WIDGETS and not isinstance(kind, list)}
 
 
-def tried(server: ComfyServer, name: str, inputs: Mapping[str, str], graph: Callable[..., Prompt]) -> str:
+def tried(
+    server: ComfyServer, name: str, inputs: Mapping[str, str], widgets: Mapping[str, Any], graph: Callable[..., Prompt], steps: int
+) -> str:
     """Return what comes of a node on two ranks, in words."""
     others = {key: GIVEN[kind] for key, kind in inputs.items() if kind in GIVEN}
-    wired = {key: ["positive", 0] for key, kind in inputs.items() if kind == "CONDITIONING"}
-    missing = [kind for kind in inputs.values() if kind not in (*GIVEN, "MODEL", "CONDITIONING")]
+    wired = {key: [LINKED[kind], 0] for key, kind in inputs.items() if kind in LINKED}
+    graph = partial(graph, steps=steps)
+    missing = [kind for kind in inputs.values() if kind not in (*GIVEN, *LINKED, "MODEL")]
     if missing:
         return f"not tried: it takes {' and '.join(missing)}"
     links = {key: [key, 0] for key in others}
-    settings = {"model_nodes": [(name, {**wired, **links})], "others": others}
+    settings = {"model_nodes": [(name, {**widgets, **wired, **links})], "others": others}
     plain = server.sample_once(graph())
     stock = server.run(completed(graph(**settings), server), timeout=300)
     if stock.error is not None:
-        return "not for this model"
+        return f"not for this model: {_short(stock.error.exception_message)}"
     expected = server.latent(stock)
     cp = {"world_size": 2, "ranks_per_call": "all"}
     began = time.monotonic()
     sharded = server.run(completed(graph(cp=cp, node="CPSampler", **settings), server), timeout=300)
     seconds = time.monotonic() - began
     if sharded.error is not None:
-        return f"refused: {sharded.error.exception_message.strip()}"
+        return f"refused: {_short(sharded.error.exception_message)}"
     off = distance(server.latent(sharded), expected)
     if not off <= TOLERANCE:
         return f"**another latent, off by {off:.2g}**"
@@ -80,9 +88,25 @@ def tried(server: ComfyServer, name: str, inputs: Mapping[str, str], graph: Call
     return ", ".join(["equal", *ways]) + f" ({seconds:.1f} s)"
 
 
+def _short(message: str) -> str:
+    """Return the first sentence of a message for a cell of a table."""
+    first = re.split(r"\.\s|\n", message.strip().removeprefix("Apply Context Parallel: "))[0]
+    return first.replace("|", "/")[:MOST]
+
+
+def widget(text: str) -> tuple[str, str, Any]:
+    """Read `Node.widget=value`."""
+    path, _, value = text.partition("=")
+    name, _, key = path.rpartition(".")
+    return name, key, json.loads(value) if re.fullmatch(r"-?[\d.]+|true|false", value) else value
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("packs", nargs="*", type=Path, help="folders of node packs")
+    parser.add_argument("--set", action="append", type=widget, default=[], help="Node.widget=value", metavar="SETTING")
+    parser.add_argument("--steps", type=int, default=4, help="of sampling")
+    parser.add_argument("--without", action="append", default=[], help="a node to leave out", metavar="NODE")
     given = parser.parse_args()
     packs = {path.resolve().name: path.expanduser() for path in given.packs} or {
         name: path for name, path in CUSTOM_NODES.items() if path.resolve() != ROOT
@@ -95,8 +119,9 @@ def main() -> int:
         with ComfyServer(Path(os.environ["COMFYUI_PATH"]), models=models, custom_nodes={**CUSTOM_NODES, **packs}) as server:
             sys.stdout.write(f"| Pack, node | {' | '.join(GRAPHS)} |\n|---|{'---|' * len(GRAPHS)}\n")
             for pack in packs:
-                for name, inputs in nodes_of(server, pack):
-                    results = [tried(server, name, inputs, graph) for graph in GRAPHS.values()]
+                for name, inputs in [each for each in nodes_of(server, pack) if each[0] not in given.without]:
+                    widgets = {key: value for node, key, value in given.set if node == name}
+                    results = [tried(server, name, inputs, widgets, graph, given.steps) for graph in GRAPHS.values()]
                     sys.stdout.write(f"| {pack}: {name} | {' | '.join(results)} |\n")
                     sys.stdout.flush()
     return 0

@@ -15,7 +15,7 @@ GRAPHS = {
 }
 SHAPES = {
     "flux": ("tea_cache", "first_block_cache", "around_forward"),
-    "wan": ("first_block_cache", "around_forward"),
+    "wan": ("tea_cache", "first_block_cache", "around_forward"),
     "qwen": ("first_block_cache", "around_forward"),
 }
 

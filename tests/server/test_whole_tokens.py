@@ -18,7 +18,8 @@ KINDS = {
         "attention_output", "queries", "replaced_block", "forward", "injected", "image_only", "written_options",
     ),
     "wan": (
-        "queries", "mean", "replaced_block", "forward", "injected", "picture", "cached_block", "decides_by_tokens", "fewer_blocks",
+        "queries", "mean", "replaced_block", "forward", "injected", "picture", "cached_block",
+        "decides_by_tokens", "fewer_blocks", "method",
     ),
     "qwen": ("mean", "replaced_block", "forward", "injected", "picture", "cached_block", "decides_by_tokens"),
 }  # fmt: skip

@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -366,7 +367,7 @@ class ComfyServer:
 
     def object_info(self, node: str | None = None) -> dict[str, Any]:
         """What the server says about all its nodes, or about one."""
-        return self._call(f"/object_info/{node}" if node else "/object_info")
+        return self._call(f"/object_info/{urllib.parse.quote(node)}" if node else "/object_info")
 
     def status(self) -> dict[str, Any]:
         """What the pack says about its workers."""

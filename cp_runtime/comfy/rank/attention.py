@@ -7,7 +7,7 @@ The user's attention backend is used wherever no log-sum-exp is needed: it arriv
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -99,8 +99,8 @@ def attention_override(
 
 
 @contextmanager
-def attention_by_name(names: Sequence[str], override: Callable[..., Tensor]) -> Iterator[None]:
-    """Replace functions that modules call by name (`FamilyPlan.attention_names`), without transformer_options, while active."""
+def attention_by_name(names: Collection[str], override: Callable[..., Tensor]) -> Iterator[None]:
+    """Replace functions that modules call by name, without transformer_options, while active: see `FamilyPlan.attention_names`."""
     with ExitStack() as undo:
         for name in names:
             module, _, function = name.removesuffix(CHOOSES).rpartition(".")

@@ -61,19 +61,20 @@ def run_sharded(
         override = attention_override(call)
         patches: CallPatches | None = None
         in_place: AbstractContextManager[None] = nullcontext()
+        names = frozenset(plan.attention_names)
         if PATCHES in options:
             from .patches import read_patches  # which needs ComfyUI; the rest of this file does not
 
             device = next(tensors(list(arguments.values()))).device
             patches = read_patches(options.pop(PATCHES), installed.model, call, device)
             options |= patches.options
-            in_place = patches.in_place(installed.model, call, override)
+            in_place, names = patches.in_place(installed.model, call), names | patches.attention_names
         named = {**arguments, "transformer_options": options}
         call.state.arguments = named
         if arguments.get("control") is not None:
             named["control"] = _local_control(arguments, call.state, plan)
         gates = nullcontext() if sparse is None else sparse.gates(installed.model)
-        with in_place, gates, attention_by_name(plan.attention_names, override), serving(compiled_attention(call)):
+        with in_place, gates, attention_by_name(names, override), serving(compiled_attention(call)):
             if patches is not None:
                 forward, call.state.noted = patches.forward(forward, installed.model), patches.notes
             return installed.forward(forward, **named), call.state

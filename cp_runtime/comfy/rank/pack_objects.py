@@ -14,28 +14,19 @@ from torch import Tensor, nn
 from ...engine.call import RunningCall
 from ...engine.compiled import AS_THEY_ARE
 from ..shared.patches import code_of
-from .attention import attention_by_name
 from .whole_tokens import InPlace, plain
 
 ATTENTION = "optimized_attention"
 
 
 @contextmanager
-def objects_in_place(
-    objects: Mapping[str, Any], model: nn.Module, call: RunningCall, override: Callable[..., Tensor]
-) -> Iterator[None]:
+def objects_in_place(objects: Mapping[str, Any], model: nn.Module, call: RunningCall) -> Iterator[None]:
     """Replace the forwards of a model's modules according to object patches, by their paths, while active.
 
     Blocks with such modules are not compiled: the replacement is a new function in every call.
-
-    Args:
-        override: attention for functions that call ComfyUI's without `transformer_options`.
     """
-    modules = {sys.modules[function.__module__] for function in map(code_of, map(plain, objects.values()))}
-    names = ["comfy.ldm.modules.attention", *(module.__name__ for module in modules if ATTENTION in vars(module))]
     with ExitStack() as undo:
-        undo.enter_context(attention_by_name([f"{name}.{ATTENTION}" for name in names], override))
-        for module in modules:
+        for module in map(sys.modules.__getitem__, _modules_of(objects)):
             for name in _HELPERS.keys() & vars(module).keys():
                 undo.callback(setattr, module, name, vars(module)[name])
                 setattr(module, name, functools.partial(_HELPERS[name], call))
@@ -45,6 +36,18 @@ def objects_in_place(
                 undo.callback(AS_THEY_ARE.discard, above)
             undo.callback(_put(path, thing, model))
         yield
+
+
+def attention_names(objects: Mapping[str, Any]) -> frozenset[str]:
+    """Return the names under which node packs' code, and the model's where such code calls it, may call ComfyUI's attention without
+    `transformer_options`."""
+    packs = _modules_of(objects)
+    modules = [(name, each) for name, each in list(sys.modules.items()) if name.startswith("comfy.ldm.") or name in packs]
+    return frozenset(f"{name}.{ATTENTION}" for name, module in modules if ATTENTION in vars(module))
+
+
+def _modules_of(objects: Mapping[str, Any]) -> set[str]:
+    return {function.__module__ for function in map(code_of, map(plain, objects.values()))}
 
 
 def _put(path: str, thing: Any, model: nn.Module) -> Callable[[], Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import comfy.model_patcher
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ...engine.call import RunningCall
 from ...recent import Recent
@@ -21,7 +21,7 @@ from ..shared.patches import MIRRORED, UNLISTED, map_patches, name_of
 from .injections import Injections
 from .noted import HELD, NotesHere
 from .objects import read
-from .pack_objects import objects_in_place
+from .pack_objects import attention_names, objects_in_place
 from .whole_tokens import InPlace, WholeTokens
 
 ATTACHED: dict[str, comfy.model_patcher.ModelPatcher] = {}
@@ -51,11 +51,15 @@ class CallPatches:
     injections: Injections
 
     @contextmanager
-    def in_place(self, model: nn.Module, call: RunningCall, override: Callable[..., Tensor]) -> Iterator[None]:
-        """Have objects and notes stand in the model, while active. `override`: see `objects_in_place`."""
-        objects = objects_in_place(self.objects, model, call, override) if self.objects else nullcontext()
+    def in_place(self, model: nn.Module, call: RunningCall) -> Iterator[None]:
+        """Have objects and notes stand in the model, while active."""
+        objects = objects_in_place(self.objects, model, call) if self.objects else nullcontext()
         with objects, nullcontext() if self.notes is None else self.notes.in_place(), self.injections.in_place(model):
             yield
+
+    @property
+    def attention_names(self) -> frozenset[str]:
+        return attention_names(self.objects)
 
     def forward(self, stock: Callable[..., Any], model: nn.Module) -> Callable[..., Any]:
         """Return the model's forward in the place of its own."""

@@ -36,8 +36,11 @@ def make_function(outer: str, inner: str, number: int) -> FunctionType:
     return bare(bodies[number], namespace)
 
 
-def fill_function(function: FunctionType, state: tuple[Any, Any, tuple[Any, ...], dict[str, Any]]) -> None:
-    function.__defaults__, function.__kwdefaults__, cells, attributes = state
+def fill_function(function: FunctionType, state: tuple[Any, Any, tuple[Any, ...], dict[str, Any], tuple[str, ...]]) -> None:
+    function.__defaults__, function.__kwdefaults__, cells, attributes, called = state
+    if called:  # after a function that it wraps
+        module, function.__name__, function.__qualname__ = called
+        function.__module__ = take_module(module).__name__
     vars(function).update(attributes)
     if cells:  # the very ones that other functions have; Python itself has no way to put them into a function that is made
         ctypes.pythonapi.PyFunction_SetClosure(ctypes.py_object(function), ctypes.py_object(cells))

@@ -319,7 +319,9 @@ class _Writer(Pickler):
     def _function(self, function: FunctionType) -> Any:
         if MAKERS.get(function.__name__) is function:
             return NotImplemented
-        name = full_name(function)
+        name, wraps = full_name(function), "__wrapped__" in vars(function)
+        if wraps and function not in _resolved(name):
+            name = _made_at(function)
         if LOCALS not in name:
             return self._by_name(function, function)
         outer, _, inner = name.partition(LOCALS)
@@ -327,14 +329,13 @@ class _Writer(Pickler):
         number = next((number for number, body in enumerate(bodies) if body == function.__code__), None)
         if number is None:
             raise MirrorError(f"{name.replace(':', '.')} is not to be found where it was made, and no code is sent to the workers")
-        if len(bodies) == 1:
-            self.code[name] = alone(function)
-        else:
-            self.code[outer] = found(outer)
+        if not in_library(outer.partition(":")[0]):
+            self.code.update({name: alone(function)} if len(bodies) == 1 else {outer: found(outer)})
+        called = (module_name(function.__module__), function.__name__, function.__qualname__) if wraps else ()
         return (
             make_function,
             (outer, inner, number),
-            (function.__defaults__, function.__kwdefaults__, function.__closure__ or (), vars(function)),
+            (function.__defaults__, function.__kwdefaults__, function.__closure__ or (), vars(function), called),
             None,
             None,
             fill_function,
@@ -366,6 +367,12 @@ class _Writer(Pickler):
         make, _ = known
         self.code[make[1][0]] = found(make[1][0])
         return make
+
+
+def _made_at(function: FunctionType) -> str:
+    """Return `full_name` by the code of a function that has taken the name of the one that it wraps."""
+    own = getattr(function.__code__, "co_qualname", function.__qualname__)  # from Python 3.11 on
+    return f"{module_name(str(function.__globals__.get('__name__')))}:{own}"
 
 
 def is_random(name: str, value: Any) -> bool:

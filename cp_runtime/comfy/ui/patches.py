@@ -184,7 +184,8 @@ def _parts_of(patches: Iterable[Any]) -> list[Any]:
 
 def _is_root(path: str, model: nn.Module) -> bool:
     """Return whether an object stands where the code around it has all tokens: in the transformer itself, or around its blocks."""
-    return "." not in path and (path in FORWARDS or next(model.get_submodule(path).children(), None) is not None)
+    inside = getattr(model, path, None)
+    return "." not in path and (path in FORWARDS or (isinstance(inside, nn.Module) and next(inside.children(), None) is not None))
 
 
 def _can_be_sent(settings: Settings, value: Any) -> bool:

@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import torch
 from comfy.ldm.flux.layers import timestep_embedding
+from comfy.ldm.wan.model import sinusoidal_embedding_1d
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor, nn
 
@@ -51,6 +52,28 @@ def flux_forward(
     return self.final_layer(img, vec)
 
 
+def wan_forward(
+    self: Any, x: Tensor, t: Tensor, context: Tensor, clip_fea: Any = None, freqs: Any = None, transformer_options: Any = None,
+    **kwargs: Any,
+) -> Tensor:  # fmt: skip
+    """Wan's forward around a cache. Blocks get no options, as before they took any."""
+    x = self.patch_embedding(x.float()).to(x.dtype)
+    grid = x.shape[2:]
+    x = x.flatten(2).transpose(1, 2)
+    e = self.time_embedding(sinusoidal_embedding_1d(self.freq_dim, t).to(x.dtype))
+    e0 = self.time_projection(e).unflatten(1, (6, self.dim))
+    context = self.text_embedding(context)
+    if skips(self, e, transformer_options):
+        x += self.test_cache["residual"]
+    else:
+        before = x.clone()
+        for block in self.blocks:
+            x = block(x, e=e0, freqs=freqs, context=context)
+        self.test_cache["residual"] = x - before
+    out: Tensor = self.unpatchify(self.head(x, e), grid)
+    return out
+
+
 def skips(self: Any, signal: Tensor, options: Any) -> bool:
     """Decide as these caches do: by how much the modulated input has changed since it was computed last."""
     cache = self.test_cache = getattr(self, "test_cache", None) or {"skipped": 0}
@@ -64,7 +87,7 @@ def skips(self: Any, signal: Tensor, options: Any) -> bool:
 def tea_cache(model: ModelPatcher, resets: bool = True, skipping: bool = True) -> None:
     """A wrapper in ComfyUI's process resets the cache at the first step, and replaces the forward for every call."""
     transformer = model.model.diffusion_model
-    forward = flux_forward
+    forward = FORWARDS[type(transformer).__name__]
 
     def wrapper(apply_model: Callable[..., Tensor], args: dict[str, Any]) -> Tensor:
         options = args["c"]["transformer_options"]
@@ -78,6 +101,8 @@ def tea_cache(model: ModelPatcher, resets: bool = True, skipping: bool = True) -
 
     model.set_model_unet_function_wrapper(wrapper)
 
+
+FORWARDS: dict[str, Any] = {"Flux": flux_forward, "WanModel": wan_forward}
 
 # --- blocks in the place of blocks for the time of a call, with a global for the run's cache (First Block Cache)
 

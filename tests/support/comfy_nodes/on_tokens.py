@@ -98,6 +98,21 @@ def _forward(model: ModelPatcher) -> None:
     model.add_object_patch(path, forward)
 
 
+def _method(model: ModelPatcher) -> None:
+    """Other methods of the transformer, before its blocks and behind them."""
+    encode, unpatchify = (model.get_model_object(f"diffusion_model.{name}") for name in ("rope_encode", "unpatchify"))
+
+    def longer(*args: Any, **kwargs: Any) -> Tensor:
+        return encode(*args, **kwargs) * 0.9
+
+    def turned(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return unpatchify(x + 0.2 * x.flip(1), *args, **kwargs)
+
+    model.add_object_patch("diffusion_model.rope_encode", longer)
+    model.add_object_patch("diffusion_model.unpatchify", turned)
+    model.add_object_patch("diffusion_model.of_no_transformer", longer)
+
+
 def _injected(model: ModelPatcher) -> None:
     """Injects another forward into an attention's first layer and, in its place, another layer: both look at all tokens."""
     before: dict[Any, Any] = {}

@@ -1,6 +1,7 @@
 """One node that attaches to a UNet what node packs do, in the shapes that the most installed ones have."""
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -65,6 +66,41 @@ def _closures(model: ModelPatcher) -> None:
     model.set_model_attn1_output_patch(lambda n, extra_options: n * 0.9)
     model.set_model_input_block_patch(lambda h, options: h * (1 + 0.01 * options["block"][1]))
     model.set_model_output_block_patch(lambda h, skip, options: (h, skip * 0.8))
+
+
+def again(factor: float) -> Callable[[Any], Any]:
+    """A pack's own decorator."""
+
+    def decorate(function: Any) -> Any:
+        @wraps(function)
+        def decorated(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs) * factor
+
+        return decorated
+
+    return decorate
+
+
+def halved(h: Tensor, options: dict[str, Any]) -> Tensor:
+    return h * 0.5
+
+
+def _decorated(model: ModelPatcher) -> None:
+    """A function in torch's decorator, one in the pack's, and one that has taken the name of a function of the module."""
+    block = model.get_model_object(f"{MIDDLE}.forward")
+
+    @torch.no_grad()
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        return block(*args, **kwargs) * 0.8
+
+    @again(0.9)
+    @torch.inference_mode(False)
+    def scaled(h: Tensor, options: dict[str, Any]) -> Tensor:
+        return h * 1.3
+
+    model.add_object_patch(f"{MIDDLE}.forward", forward)
+    model.set_model_input_block_patch(scaled)
+    model.set_model_input_block_patch(again(1.1)(halved))
 
 
 class Steps:
