@@ -43,6 +43,11 @@ GIVEN = {
 """Nodes for inputs that have no widget, by type."""
 LINKED = {"CONDITIONING": "positive", "LATENT": "latent"}
 """Nodes of the graph for other inputs."""
+HEAD = """# Nodes of packs on ranks
+
+Written by `make packs PACKS_ARGS="--write ..."` on {date}, with ComfyUI's own nodes around a tiny random model of each family: two
+ranks against the stock graph, seconds for all steps. *On whole tokens*: see [record 47](../adr/0047-patches-that-no-table-lists-run-on-all-tokens.md). *Not for this model*: the stock graph fails.
+"""
 MOST = 160  # characters of a message
 WIDGETS = ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO")
 
@@ -107,6 +112,7 @@ def main() -> int:
     parser.add_argument("--set", action="append", type=widget, default=[], help="Node.widget=value", metavar="SETTING")
     parser.add_argument("--steps", type=int, default=4, help="of sampling")
     parser.add_argument("--without", action="append", default=[], help="a node to leave out", metavar="NODE")
+    parser.add_argument("--write", action="store_true", help="into docs/generated/node_packs.md")
     given = parser.parse_args()
     packs = {path.resolve().name: path.expanduser() for path in given.packs} or {
         name: path for name, path in CUSTOM_NODES.items() if path.resolve() != ROOT
@@ -117,13 +123,18 @@ def main() -> int:
             checkpoints.write(name, models)
         preloaded.write_models("support.models", models / "diffusion_models", *FAMILIES)
         with ComfyServer(Path(os.environ["COMFYUI_PATH"]), models=models, custom_nodes={**CUSTOM_NODES, **packs}) as server:
-            sys.stdout.write(f"| Pack, node | {' | '.join(GRAPHS)} |\n|---|{'---|' * len(GRAPHS)}\n")
+            rows = [f"| Pack, node | {' | '.join(GRAPHS)} |", f"|---|{'---|' * len(GRAPHS)}"]
             for pack in packs:
                 for name, inputs in [each for each in nodes_of(server, pack) if each[0] not in given.without]:
                     widgets = {key: value for node, key, value in given.set if node == name}
                     results = [tried(server, name, inputs, widgets, graph, given.steps) for graph in GRAPHS.values()]
-                    sys.stdout.write(f"| {pack}: {name} | {' | '.join(results)} |\n")
-                    sys.stdout.flush()
+                    rows.append(f"| {pack}: {name} | {' | '.join(results)} |")
+                    sys.stderr.write(f"{rows[-1]}\n")
+    table = "\n".join([HEAD.format(date=time.strftime("%Y-%m-%d", time.gmtime())), *rows, ""])
+    if given.write:
+        (ROOT / "docs" / "generated" / "node_packs.md").write_text(table, encoding="utf-8", newline="\n")
+    else:
+        sys.stdout.write(table)
     return 0
 
 

@@ -165,8 +165,7 @@ def test_forwards_inside_of_compiled_blocks(server):
 
 
 ATTENTION = {  # other functions than the one that ComfyUI takes on a CPU
-    "as ComfyUI sets it": {"kind": "backend", "name": "pytorch"},
-    "as a pack sets it": {"kind": "selector", "name": "pytorch"},
+    "as a pack sets it": {"kind": "backend", "name": "pytorch"},
     "past ComfyUI's wrapper": {"kind": "per model", "name": "pytorch"},
 }
 

@@ -15,7 +15,19 @@ def unet(name, **settings):
 
 
 GRAPHS = {"sd15": unet("sd15", batch=2), "sdxl": unet("sdxl"), "svd": unet("svd")}
-RUN = ("picture", "closures", "layer", "wrapped", "by_step", "block", "settings", "injected", "decorated")
+RUN = (
+    "picture",
+    "closures",
+    "layer",
+    "wrapped",
+    "by_step",
+    "block",
+    "settings",
+    "injected",
+    "decorated",
+    "outer_forward",
+    "inner_forward",
+)
 MODES = {
     "2 ranks": {"world_size": 2},
     "3 ranks": {"world_size": 3},

@@ -19,7 +19,7 @@ KINDS = {
     ),
     "wan": (
         "queries", "mean", "replaced_block", "forward", "injected", "picture", "cached_block",
-        "decides_by_tokens", "fewer_blocks", "method",
+        "decides_by_tokens", "fewer_blocks", "method", "outer_forward",
     ),
     "qwen": ("mean", "replaced_block", "forward", "injected", "picture", "cached_block", "decides_by_tokens"),
 }  # fmt: skip

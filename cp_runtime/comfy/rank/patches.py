@@ -75,6 +75,7 @@ def read_patches(encoded: Mapping[str, Any], model: nn.Module, call: RunningCall
     """Read the patches of a call."""
     have: dict[str, Callable[[Any], Any]] = {
         "module": model.get_submodule,
+        "method": lambda name: getattr(type(model), name).__get__(model),
         "network": ATTACHED.__getitem__,
         "compression": lambda factor: SimpleNamespace(spacial_compression_encode=lambda: factor),
         "held": HELD.__getitem__,

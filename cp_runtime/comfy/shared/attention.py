@@ -1,8 +1,8 @@
 """Attention that a node chose for a model (`optimized_attention_override`), and the function that replaces it on a rank.
 
 No code of a node pack runs on a rank for this: a name is sent, and the rank calls the function of that name in ComfyUI or
-SageAttention. OVERRIDES lists functions of packs whose source was read, and which only pass every attention to the one function
-that they hold. All others are refused.
+SageAttention. What counts is an override that only calls the one function that it holds, by its code or by OVERRIDES, functions of
+packs whose source was read. All others are refused.
 """
 
 from __future__ import annotations
@@ -20,18 +20,12 @@ from ...errors import MirrorError
 
 _KJ = "nodes.model_optimization_nodes:"
 OVERRIDES: Mapping[str, str] = {
-    # ComfyUI's own Model Attention Backend, newer than 0.30.
-    "comfy.model_patcher:ModelPatcher.set_model_optimized_attention.<locals>.optimized_attention_override": "optimized_attention",
     # KJNodes: Patch Sage Attention KJ, and the two loaders with an input for it.
     _KJ + "PathchSageAttentionKJ.patch.<locals>.attention_override_sage": "new_attention",
     _KJ + "CheckpointLoaderKJ.load.<locals>.attention_override_sage": "new_attention",
     _KJ + "DiffusionModelLoaderKJ.patch_and_load.<locals>.attention_override_sage": "new_attention",
     # ComfyUI-DN_PatchFlashAttention.
     "patch_flash_attention:PatchFlashAttentionDN.patch.<locals>.attention_override_flash": "new_attention",
-    # ComfyUI-ppm: Model Attention Selector.
-    "nodes_ppm.attention_selector:ModelAttentionSelector.execute.<locals>.attention_override": "attention_function",
-    # comfy-sageattention-optout-customnodes: Attention Override (Per Model).
-    "nodes:_make_attention_override.<locals>.attention_override": "target",
 }
 """`module in its pack:qualified name` of an override -> the variable that holds its attention function."""
 

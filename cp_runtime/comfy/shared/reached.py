@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from .origin import in_library
 
 COMFY = ("comfy", "comfy_extras", "comfy_api", "comfy_execution", "nodes", "latent_preview")
 _OURS = __name__.partition(".comfy.")[0]
-_FOLLOWED = (dict, list, tuple, set, frozenset, FunctionType, MethodType, CellType)
+_FOLLOWED = (dict, list, tuple, set, frozenset, FunctionType, MethodType, CellType, partial)
 
 
 def reached(roots: Iterable[Any], by_value: bool = False) -> list[Any]:
@@ -93,6 +94,8 @@ def _parts(value: Any, by_value: bool) -> list[Any]:
         return list(value)
     if isinstance(value, MethodType):
         return [value.__func__, value.__self__]
+    if isinstance(value, partial):
+        return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, CellType):
         return [content_of(value)]
     if isinstance(value, type):

@@ -165,11 +165,10 @@ def checked_name(override: Any, device_type: str) -> str:
 
 def _name_of(override: Any) -> str | None:
     """Return the function's name, or None if it is unknown: an override that holds anything else has separate conditions."""
-    variable = OVERRIDES.get(name_in_pack(override))
     held = _held(override)
-    if variable is None or set(held) != {variable}:
+    if len(held) != 1 or not (held.keys() == {OVERRIDES.get(name_in_pack(override))} or _only_calls(override)):
         return None
-    chosen = inspect.unwrap(held[variable])
+    chosen = inspect.unwrap(*held.values())
     for name, function in functions.REGISTERED_ATTENTION_FUNCTIONS.items():
         if chosen is inspect.unwrap(function):
             return str(name) if chosen.__module__ == functions.__name__ else None  # packs may register their own
@@ -177,6 +176,16 @@ def _name_of(override: Any) -> str | None:
     if made_by == FLASH_OF_PACK:
         return "flash"
     return _sage_mode(chosen) if made_by == SAGE_OF_PACK else None
+
+
+def _only_calls(override: FunctionType) -> bool:
+    """Return whether an override does nothing but call what it holds."""
+    held = object
+
+    def calls(_: Any, *args: Any, **kwargs: Any) -> Any:
+        return held(*args, **kwargs)
+
+    return override.__code__.co_code == calls.__code__.co_code and not override.__code__.co_consts[1:]
 
 
 def _sage_mode(attention: Callable[..., Any]) -> str | None:

@@ -50,6 +50,7 @@ class Owner(Protocol):
     model: Any
     cp_run: Any
     cp_config: RuntimeConfig
+    object_patches: dict[str, Any]
     object_patches_backup: dict[str, Any]
     injections: dict[str, Any]
 
@@ -353,6 +354,8 @@ def intercept(owner: Owner, model: nn.Module) -> None:
     guard = ModuleGuard(owner)
     for method, replacement in replacements.items():
         setattr(model, method, replacement(owner, model, method, guard))
+    if (instead := owner.object_patches.get(PREFIX + innermost)) is not None:
+        setattr(model, innermost, WorkerForward(owner, model, innermost, guard, instead))
     for module in model.modules():
         if module is not model:
             module.register_forward_pre_hook(guard)

@@ -21,13 +21,13 @@ from ..shared.assigned import names_in
 from ..shared.fingerprint import NOTHING, classes_of, digest
 from ..shared.forward import PATCHES
 from ..shared.modules import full_name
-from ..shared.objects import Settings, write
+from ..shared.objects import Settings, is_ours, write
 from ..shared.pack_objects import OBJECTS, UNLISTED_OBJECT, ObjectPatch
 from ..shared.patches import MIRRORED, UNLISTED, Patch, code_of, map_patches, name_of
 from ..shared.reached import is_of_pack
 from ..shared.weights import PREFIX
 from .held import Held
-from .noted import FORWARDS, METHODS, NotedHere, innermost_method, paths_of, replaced_in
+from .noted import FORWARDS, METHODS, NotedHere, paths_of, replaced_in
 from .pack_nodes import display_name, made_by, name_in_pack, node_of
 from .unlisted import UnlistedPatches
 
@@ -102,8 +102,6 @@ class PatchSet:
         injections = [] if patcher is None else list(itertools.chain(*patcher.injections.values()))
         checked += [(each.inject, _check("injection", each.inject, model)) for each in injections]
         objects = {} if patcher is None else dict(_objects(patcher))
-        if innermost_method(model) in objects:
-            raise _replaced_forward(objects[innermost_method(model)], model)
         # Other forwards run in this process, unless they compute with modules: then they are in `instead`.
         objects = {path: thing for path, thing in {**objects, **replaced_in(model)}.items() if path not in METHODS} | dict(instead)
         kinds = [_check_object(path, thing, model) for path, thing in objects.items()]
@@ -218,10 +216,8 @@ def _objects(patcher: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _check_object(path: str, thing: Any, model: nn.Module) -> ObjectPatch:
-    """Return the entry of an object patch in OBJECTS, or UNLISTED_OBJECT. Raises UnsupportedError if it is the transformer's."""
+    """Return the entry of an object patch in OBJECTS, or UNLISTED_OBJECT. Raises UnsupportedError if the ranks cannot run it."""
     if path in FORWARDS:
-        if not splits_tokens(model):
-            raise _replaced_forward(thing, model)
         return UNLISTED_OBJECT
     inside = (thing, model.get_submodule(path)) if "." in path and isinstance(thing, nn.Module) else ()
     if splits_tokens(model) and any(next(each.children(), None) for each in inside):
@@ -236,10 +232,6 @@ def _check_object(path: str, thing: Any, model: nn.Module) -> ObjectPatch:
         return UNLISTED_OBJECT
     is_listed = not known.helper or _calls(code_of(thing), known.helper)  # else it is of another version of that pack
     return known if is_listed else UNLISTED_OBJECT
-
-
-def _replaced_forward(thing: Any, model: nn.Module) -> UnsupportedError:
-    return UnsupportedError(f"{made_by(thing)} replaced the forward of {type(model).__name__}.")
 
 
 def _calls(function: FunctionType, name: str) -> bool:
@@ -274,6 +266,8 @@ class _References:
             key = _keys.setdefault(value.model, f"m{next(_numbers)}")
             self.networks[key] = value.model
             return "network", key
+        if is_ours(value):
+            return "method", value.method
         if isinstance(value, Held):
             return "held", value.number
         if isinstance(value, comfy.sd.VAE):

@@ -193,7 +193,7 @@ def missing(error):
 
 report(
     name="attention read",
-    own=[chosen(make(name), "cpu") == name for make in (overrides.backend, overrides.selector, overrides.per_model)
+    own=[chosen(make(name), "cpu") == name for make in (overrides.backend, overrides.per_model)
          for name in ("pytorch", "split", "sub_quad")],
     modes=[_name_of(overrides.sage(mode)) == mode for mode in SAGE_MODES],
     flash=_name_of(overrides.flash()) == "flash",

@@ -30,17 +30,6 @@ def backend(name: str) -> Callable[..., Any]:
     return named(override, "comfy.model_patcher", qualname)
 
 
-def selector(name: str) -> Callable[..., Any]:
-    """The same of a pack."""
-    attention_function = attention.get_attention_function(name)
-
-    def override(_: Any, *args: Any, **kwargs: Any) -> Any:
-        return attention_function(*args, **kwargs)
-
-    qualname = "ModelAttentionSelector.execute.<locals>.attention_override"
-    return named(override, PACKS + "ComfyUI-ppm.nodes_ppm.attention_selector", qualname)
-
-
 def per_model(name: str) -> Callable[..., Any]:
     """Past ComfyUI's wrapper, so that nothing asks for an override again."""
     target = attention.get_attention_function(name).__wrapped__
@@ -48,7 +37,7 @@ def per_model(name: str) -> Callable[..., Any]:
     def override(func: Any, *args: Any, **kwargs: Any) -> Any:
         return target(*args, **kwargs)
 
-    return named(override, PACKS + "optout.nodes", "_make_attention_override.<locals>.attention_override")
+    return override
 
 
 def sage(mode: str, kernel: Callable[..., Any] | None = None) -> Callable[..., Any]:
@@ -163,8 +152,7 @@ def registered(name: str) -> Callable[..., Any]:
 
 
 KINDS: dict[str, Callable[[str], Callable[..., Any]]] = {
-    kind.__name__.replace("_", " "): kind
-    for kind in (backend, selector, per_model, sage, flash, with_a_condition, sparse, registered)
+    kind.__name__.replace("_", " "): kind for kind in (backend, per_model, sage, flash, with_a_condition, sparse, registered)
 }
 
 

@@ -1,7 +1,7 @@
 """One node that attaches to a UNet what node packs do, in the shapes that the most installed ones have."""
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -263,6 +263,25 @@ def _settings(model: ModelPatcher) -> None:
     """Reads what the node has set in its module."""
     SETTINGS["strength"] = 0.7
     model.set_model_input_block_patch(lambda h, options: h * SETTINGS["strength"])
+
+
+def scaled_forward(transformer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Another forward of a UNet: its time embedding runs twice."""
+    transformer.time_embed(torch.zeros(1, transformer.time_embed[0].in_features).to(x))
+    return type(transformer)._forward(transformer, x, *args, **kwargs) * 0.9
+
+
+def _outer_forward(model: ModelPatcher) -> None:
+    model.add_object_patch("diffusion_model.forward", partial(scaled_forward, model.model.diffusion_model))
+
+
+def _inner_forward(model: ModelPatcher) -> None:
+    stock = model.get_model_object("diffusion_model._forward")
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return stock(*args, **kwargs) * 0.9
+
+    model.add_object_patch("diffusion_model._forward", forward)
 
 
 def _injected(model: ModelPatcher) -> None:
