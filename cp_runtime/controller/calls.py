@@ -111,6 +111,10 @@ class Unlisted(Protocol):
     def on_all_tokens(self) -> tuple[str, ...]:
         """Nodes whose patches every rank runs on all tokens."""
 
+    @property
+    def on_whole_batch(self) -> tuple[str, ...]:
+        """Nodes because of whose patches every rank runs all items of a batch, of a model that splits no tokens."""
+
     def check_devices(self, names: Sequence[str]) -> None:
         """Raise UnsupportedError if ranks on these devices may disagree about what the patches make of the same tokens."""
 

@@ -132,8 +132,10 @@ class Workers:
             out, record = self._timed(config, target, call, run, cancelled)
         if config.weights == "auto" and placement in (SHARDED, OFFLOADED) and self._link_is_slow(record):
             self.models.slow.add(target.key)
-        on_all = call.unlisted.on_all_tokens if call.unlisted is not None else ()
-        self.last_call = record = replace(record, node=node, on_all_tokens=on_all)
+        record = replace(record, node=node)
+        if call.unlisted is not None:
+            record = replace(record, on_all_tokens=call.unlisted.on_all_tokens, on_whole_batch=call.unlisted.on_whole_batch)
+        self.last_call = record
         if not call.sampling:
             self.last_vae_call = record
         return out, record

@@ -50,6 +50,19 @@ def test_latent_equals_the_stock_graph(kind, served, mode, server, family_checkp
     assert_close(server.sample(graph(cp=MODES[mode])), plain)
 
 
+NOTES = ("state", "cached", "noted", "noted_in_a_dict", "noted_later", "in_a_global")
+
+
+@pytest.mark.parametrize(("mode", "kind", "served"), in_modes([(kind, served) for kind in NOTES for served in GRAPHS], MODES))
+def test_notes(kind, served, mode, server, family_checkpoints):
+    """From the first one on every rank computes the whole batch."""
+    graph = partial(GRAPHS[served], model_nodes=nodes(kind), steps=5)
+    expected = server.sample_once(graph())
+    result = server.run(graph(cp=MODES[mode], node="CPSampler"), timeout=240).check()
+    assert_close(server.latent(result), expected)
+    assert result.report["on_whole_batch"] == ["TestUnlisted"]
+
+
 @pytest.mark.parametrize("kind", ["method", "hook"])
 @pytest.mark.parametrize("served", ["sd15"])
 def test_a_block_that_a_node_has_changed_for_good(kind, served, server, family_checkpoints):
@@ -66,11 +79,10 @@ def test_a_block_that_a_node_has_changed_for_good(kind, served, server, family_c
     assert_close(server.sample(graph(cp={"world_size": 2})), plain)
 
 
-NOTES = "notes something for later calls"
 REFUSED = {
     "mixes_halves": "compute something else with that than one device",
     "late": "compute something else with that than one device",
-    **dict.fromkeys(("state", "cached", "noted", "noted_in_a_dict", "noted_later", "in_a_global", "on_a_class"), NOTES),
+    "on_a_class": "note something where only their own process sees it",
     "uuids": "reads uuids of transformer_options",
 }
 

@@ -51,7 +51,8 @@ class Process:
     def __init__(self):
         things = made()
         self.patch, self.cache, self.shared, self.model = (things[name] for name in ("patch", "cache", "shared", "model"))
-        self.notes = Notes([self.patch, self.cache, self.shared], {"": {"steps": []}}, {"a_pack": {"_run": None}})
+        self.partial = functools.partial(self.patch, {"n": 0}, b=1)
+        self.notes = Notes([self.patch, self.cache, self.shared, self.partial], {"": {"steps": []}}, {"a_pack": {"_run": None}})
         self.look()
 
     def look(self):
@@ -89,7 +90,8 @@ def test_what_was_noted_is_noted_here(both):
     there.patch(7)
     there.cache.calls, there.cache.inner["x"], there.cache.items[0] = 3, residual, there.cache
     del there.shared["old"]
-    there.shared[(1, "k")] = [new, new]
+    there.shared[(1, ("k", torch.Size([2, 3])))] = [new, new]
+    there.partial.args[0]["n"], there.partial.keywords["b"] = 1, torch.bfloat16
     there.notes.attributes[""]["module"] = there.model[0]
     there.notes.attributes["0"] = {"noted": new}
     there.notes.globals["a_pack"]["_run"] = {"calls": 1}
@@ -98,8 +100,9 @@ def test_what_was_noted_is_noted_here(both):
     assert here.patch.__closure__[1].cell_contents == 7
     assert (here.cache.calls, here.cache.items) == (3, [here.cache, 2])
     assert here.cache.inner["x"] is residual
-    assert list(here.shared) == [(1, "k")]
-    one, other = here.shared[1, "k"]
+    ((key, (one, other)),) = here.shared.items()
+    assert (key, type(key[1][1])) == ((1, ("k", torch.Size([2, 3]))), torch.Size)
+    assert (here.partial.args, here.partial.keywords) == (({"n": 1},), {"b": torch.bfloat16})
     assert one is other is here.notes.attributes["0"]["noted"]
     assert type(one) is Cache
     assert one.items == (1.5, math.inf, None, True, "a", {"deep": [torch.float16, {3, 4}]})
@@ -188,7 +191,7 @@ def named():
 
 
 IN_PLACE = {
-    "a partial function": (lambda: functools.partial(print, {"n": 0}), lambda x: x.args[0].update(n=1)),
+    "a partial function": (lambda: functools.partial(print, bytearray(2)), lambda x: x.args[0].__setitem__(0, 1)),
     "a namespace": (lambda: SimpleNamespace(n=0), lambda x: setattr(x, "n", 1)),
     "a deque": (lambda: deque([1]), lambda x: x.append(2)),
     "a bytearray": (lambda: bytearray(2), lambda x: x.__setitem__(0, 1)),

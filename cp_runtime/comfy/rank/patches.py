@@ -59,7 +59,9 @@ class CallPatches:
 
     @property
     def attention_names(self) -> frozenset[str]:
-        return attention_names(self.objects)
+        """Names under which code may call ComfyUI's attention without `transformer_options`; of the model, where code of node packs
+        runs its blocks."""
+        return attention_names(self.objects, self.notes is not None)
 
     def forward(self, stock: Callable[..., Any], model: nn.Module) -> Callable[..., Any]:
         """Return the model's forward in the place of its own."""

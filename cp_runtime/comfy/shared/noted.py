@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -25,6 +26,8 @@ from .reached import functions_of_packs, holds_a_model, is_of_pack, named_global
 _JSON = (type(None), bool, int, float, str)
 _FIXED = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, torch.dtype, torch.device)
 SAMPLED = 4096  # numbers of a tensor
+_KEYS: Mapping[type, str] = {tuple: "tuple", torch.Size: "size"}
+"""Of dicts, besides plain data."""
 _CONTAINERS: Mapping[str, Any] = {"dict": dict, "list": list, "tuple": tuple, "set": set}
 
 
@@ -196,7 +199,7 @@ def _holds(value: Any) -> bool:
 
 
 def _is_looked_at(value: Any) -> bool:
-    return isinstance(value, (tuple, FunctionType)) or _holds(value)
+    return isinstance(value, (tuple, FunctionType, partial)) or _holds(value)
 
 
 def _items(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -206,6 +209,8 @@ def _items(value: Any) -> Iterator[tuple[Any, Any]]:
         yield from enumerate(value)
     elif isinstance(value, CellType):
         yield 0, content_of(value)
+    elif isinstance(value, partial):
+        yield from enumerate((value.func, *value.args, value.keywords))
     elif isinstance(value, FunctionType):
         yield from enumerate((*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()))
     else:
@@ -258,8 +263,10 @@ class _Words:
     def _key(self, key: Any) -> Any:
         if isinstance(key, _JSON):
             return ["is", key]
-        if type(key) is tuple and all(isinstance(each, _JSON) for each in key):
-            return ["tuple", list(key)]
+        if (kind := _KEYS.get(type(key))) is not None:
+            return [kind, [self._key(each) for each in key]]
+        if isinstance(key, torch.dtype):
+            return ["dtype", str(key).removeprefix("torch.")]
         raise MirrorError(f"patches note something under a key of the class {type_name(key)}, which cannot be sent")
 
 
@@ -276,7 +283,10 @@ def apply(changes: str, graph: Graph, module: Callable[[str], nn.Module], tensor
     values = dict(enumerate(graph.values))
 
     def key(word: Any) -> Any:
-        return tuple(word[1]) if word[0] == "tuple" else word[1]
+        kind, value = word
+        if kind == "dtype":
+            return getattr(torch, value)
+        return next((cls(map(key, value)) for cls, name in _KEYS.items() if name == kind), value)
 
     def made(word: Any) -> Any:
         kind, *rest = word

@@ -66,7 +66,9 @@ def _on_whole_tokens(stream: str, *names: str) -> Adapt:
             if stream not in call.state.lengths:
                 return patch(arguments)
             layout = call.state.layout((stream,))
-            out = patch({**arguments, **{n: call.gather(arguments[n], stream, 1) for n in names}})
+            whole = {n: call.gather(arguments[n], stream, 1) for n in names}
+            with call.tokens(on_all=True):
+                out = patch({**arguments, **whole})
             if isinstance(out, Tensor):
                 return layout.take_local(out, call.state.rank, 1)
             return {k: layout.take_local(v, call.state.rank, 1) if k in names else v for k, v in out.items()}

@@ -95,11 +95,12 @@ def _parts(value: Any, by_value: bool) -> list[Any]:
     if isinstance(value, MethodType):
         return [value.__func__, value.__self__]
     if isinstance(value, partial):
-        return [value.func, *value.args, *value.keywords.values()]
+        return [value.func, *value.args, value.keywords]
     if isinstance(value, CellType):
         return [content_of(value)]
     if isinstance(value, type):
-        inside = [getattr(each, "__func__", getattr(each, "fget", each)) for each in vars(value).values()]
+        held = [each for name, each in vars(value).items() if name != "__slotnames__"]  # a pickle leaves those
+        inside = [getattr(each, "__func__", getattr(each, "fget", each)) for each in held]
         return [] if by_value else [*inside, *value.__bases__]
     if not isinstance(value, FunctionType):
         return [type(value), *own_fields(value).values()]

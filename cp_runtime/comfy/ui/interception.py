@@ -38,6 +38,8 @@ from .noted import METHODS, innermost_method, loaded, replaced_in
 from .notes import on_ranks
 from .obstacles import check_call, compile_of, computes_here, options_for_ranks, unsent
 from .options import SENDABLE, plain_options
+from .patches import take_whole_batch
+from .unlisted import NeedsWholeBatch
 from .watching import has_foreign_wrapper
 
 IN_PLACE = ("control",)  # residuals: each rank copies only its part
@@ -144,6 +146,9 @@ class WorkerForward(Replacement):
         )
         try:
             return owner.call_workers(call)
+        except NeedsWholeBatch:
+            take_whole_batch(self.model)
+            return self.run(owner, args, kwargs)
         except UnsentError as error:
             owner.refuse_call(unsent(str(error)))
         except UnsupportedError as error:

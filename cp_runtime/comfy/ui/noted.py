@@ -35,6 +35,8 @@ class AsLoaded(NamedTuple):
 
 
 _LOADED: WeakKeyDictionary[nn.Module, AsLoaded] = WeakKeyDictionary()
+_FIRST: dict[tuple[str, str], Any] = {}
+"""Globals of packs as they were before patches noted something there, by `module_name` and name."""
 _NOTED: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 """Attributes of modules that patches have noted: no part of the model."""
 
@@ -114,11 +116,12 @@ class NotedHere:
             if kept:
                 attributes[path] = kept
                 _NOTED.setdefault(module, set()).update(kept)
-        held = {
-            module: {name: value for name, value in values.items() if can_be_sent(value)}
-            for module, values in globals_of(patches).items()
-        }
-        notes = Notes(patches, attributes, {module: values for module, values in held.items() if values})
+        found = globals_of(patches)
+        for space, values in found.items():
+            for name in [name for name, value in values.items() if any(is_gone(each) for *_, each in tensors_in([value]))]:
+                values[name] = vars(take_module(space))[name] = _FIRST[space, name]  # as after a restart of ComfyUI
+        held = {space: {name: value for name, value in values.items() if can_be_sent(value)} for space, values in found.items()}
+        notes = Notes(patches, attributes, {space: values for space, values in held.items() if values})
         for holder, key, each in tensors_in(notes.roots):
             if isinstance(each, Held) and each.is_here:
                 put(holder, key, each.here())
@@ -145,5 +148,8 @@ class NotedHere:
                 vars(module).pop(name, None)
             vars(module).update(held)
             _NOTED.setdefault(module, set()).update(held)
-        for name, values in notes.globals.items():
-            vars(take_module(name)).update(values)
+        for space, values in notes.globals.items():
+            names = vars(take_module(space))
+            for name in values:
+                _FIRST.setdefault((space, name), names[name])
+            names.update(values)

@@ -45,6 +45,8 @@ _WITHOUT = {name: known.without for name, known in MIRRORED.items() if known.wit
 _keys: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 _checked: WeakSet[nn.Module] = WeakSet()
 _numbers = itertools.count()
+_whole_batch: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+"""The last patches of a UNet that need all of a batch on every rank, by key."""
 _calls_so_far: WeakKeyDictionary[nn.Module, tuple[str, int]] = WeakKeyDictionary()
 """The last patches of a model that no table lists, by key, and the calls with them."""
 
@@ -141,7 +143,8 @@ class PatchSet:
             )
         code = {**written.code, **{full_name(cls): cls for cls in classes}}
         key, compares = _counted(model, patcher, code) if noted is not None else ("", False)
-        whole = UnlistedPatches(tuple(parts or unlisted), patcher, noted) if unlisted else None
+        whole_batch = bool(key) and _whole_batch.get(model) == key
+        whole = UnlistedPatches(tuple(parts or unlisted), patcher, noted, whole_batch) if unlisted else None
         if whole is not None:
             whole.check_code()
         return cls(
@@ -156,7 +159,7 @@ class PatchSet:
             },
             networks=references.networks,
             code=code,
-            mixes_batch=any(each.mixes_batch for each in used) or (whole is not None and splits_tokens(model)),
+            mixes_batch=any(each.mixes_batch for each in used) or whole_batch or (whole is not None and splits_tokens(model)),
             by_conditioning=any(each.by_conditioning for each in used),
             unlisted=whole,
             compares=compares,
@@ -172,6 +175,11 @@ def _counted(model: nn.Module, patcher: Any, code: Mapping[str, Any]) -> tuple[s
     calls = calls + 1 if last == key else 1
     _calls_so_far[model] = key, calls
     return key, calls & (calls - 1) == 0
+
+
+def take_whole_batch(model: nn.Module) -> None:
+    """Have the calls that follow in a run compute all of their batch on every rank, with the patches of the last one."""
+    _whole_batch[model] = _calls_so_far[model][0]
 
 
 def _parts_of(patches: Iterable[Any]) -> list[Any]:

@@ -87,6 +87,7 @@ def _of_ranks(model: ContextParallelPatcher, result: RunResult, last: CallRecord
         "family": plan_for(model.model.diffusion_model).family,
         "weights": _weights(model),
         "on_all_tokens": last.on_all_tokens,
+        "on_whole_batch": last.on_whole_batch,
         "pipeline": _pipeline(config, result, last),
         # Of the last call: kinds of compiled blocks, uncompiled ones with reasons, and rank 0's compilations since its start.
         "compiled": {"kinds": outcome.compiled.kinds, "left": outcome.compiled.left, **outcome.compiled.counts},
@@ -178,7 +179,11 @@ def summarise(report: dict[str, Any], words: Words) -> list[str]:
         seconds,
         say("report.on", family=report["family"], ranks=ranks),
         *([words.held(report["weights"]["parts"])] if report["weights"] else []),
-        *([say("report.on_all_tokens", nodes=", ".join(nodes))] if (nodes := report.get("on_all_tokens")) else []),
+        *(
+            say(f"report.{name}", nodes=", ".join(nodes))
+            for name in ("on_all_tokens", "on_whole_batch")
+            if (nodes := report.get(name))
+        ),
         *([say("report.some", some=words.choice(report["choice"]))] if report["choice"] else []),
         say("report.waiting", share=f"{report['communication_share']:.0%}"),
     ]

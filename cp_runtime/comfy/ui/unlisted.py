@@ -26,6 +26,10 @@ EXACT, ROUNDED = 1e-3, 5e-2
 `diffusers.agreement`."""
 
 
+class NeedsWholeBatch(UnsupportedError):
+    """Patches of a UNet note something for later calls, and each worker has noted that of a part of the batch."""
+
+
 @dataclass(frozen=True)
 class UnlistedPatches:
     """The patches of a call that no table lists.
@@ -34,16 +38,23 @@ class UnlistedPatches:
         patches: functions and objects.
         patcher: of the model.
         noted: what they have noted before the call; None outside of calls.
+        whole_batch: every rank computes all of it.
     """
 
     patches: tuple[Any, ...]
     patcher: Any
     noted: NotedHere | None
+    whole_batch: bool
 
     @property
     def on_all_tokens(self) -> tuple[str, ...]:
         """See `controller.calls.Unlisted`."""
         return self._makers if splits_tokens(self.patcher.model.diffusion_model) else ()
+
+    @property
+    def on_whole_batch(self) -> tuple[str, ...]:
+        """See `controller.calls.Unlisted`."""
+        return self._makers if self.whole_batch else ()
 
     @cached_property
     def _makers(self) -> tuple[str, ...]:
@@ -89,13 +100,14 @@ class UnlistedPatches:
 
     def _take_notes(self, outcomes: Sequence[CallOutcome], keeper: Keeper) -> None:
         """Note here what the ranks have noted. Raise UnsupportedError if they have noted different things, or some that cannot be
-        said."""
+        said; NeedsWholeBatch first, where that may help."""
         at_work = [outcome for outcome in outcomes if not outcome.idle]
         noted, unsaid = {outcome.noted for outcome in at_work}, next(filter(None, (outcome.unsaid for outcome in at_work)), "")
+        splits = splits_tokens(self.patcher.model.diffusion_model)
+        if (unsaid or any(noted)) and len(at_work) > 1 and not (splits or self.whole_batch):
+            raise NeedsWholeBatch
         if not unsaid and len(noted) > 1:
             unsaid = "not all workers note the same"
-        elif not unsaid and any(noted) and len(at_work) > 1 and not splits_tokens(self.patcher.model.diffusion_model):
-            unsaid = "each worker sees a part of the batch"
         try:
             if not unsaid and any(noted) and self.noted is not None:
                 self.noted.take(noted.pop(), keeper)
