@@ -39,7 +39,7 @@ def objects_in_place(objects: Mapping[str, Any], model: nn.Module, call: Running
 
 
 def attention_names(objects: Mapping[str, Any], of_models: bool) -> frozenset[str]:
-    """Return the full names of ComfyUI's attention in modules of objects, and of ComfyUI: with `of_models` in all of its models'."""
+    """Return the full names of ComfyUI's attention in modules of objects and of ComfyUI; `of_models`: in all of its models'."""
     packs, of_comfy = _modules_of(objects), "comfy.ldm." if of_models else "comfy.ldm.modules.attention"
     modules = [(name, each) for name, each in list(sys.modules.items()) if name.startswith(of_comfy) or name in packs]
     return frozenset(f"{name}.{ATTENTION}" for name, module in modules if ATTENTION in vars(module))
