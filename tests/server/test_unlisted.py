@@ -27,6 +27,7 @@ RUN = (
     "decorated",
     "outer_forward",
     "inner_forward",
+    "own_model",
 )
 MODES = {
     "2 ranks": {"world_size": 2},

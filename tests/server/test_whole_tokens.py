@@ -52,6 +52,13 @@ def test_notes_on_the_model_last_as_in_the_stock_graph(kind, server):
     assert (kind == "noted_on_the_model") == differ(*runs[0])
 
 
+def test_what_a_stock_run_has_injected_is_not_of_the_model(server):
+    graph, kind = GRAPHS["wan"], nodes("injected")
+    expected, plain = (server.sample_once(graph(model_nodes=each)) for each in (kind, []))
+    for cp, given, latent in ((None, kind, expected), ({"world_size": 2}, [], plain), (None, kind, expected)):
+        assert_close(server.sample(graph(cp=cp, model_nodes=given)), latent)
+
+
 def test_the_report_says_what_is_as_slow_as_on_one_device(server):
     prompt = GRAPHS["wan"](cp={"world_size": 2}, node="CPSampler", model_nodes=nodes("mean"))
     report = server.run(prompt, timeout=120).check().report

@@ -6,10 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
-import torch
 from comfy.patcher_extension import PatcherInjection
 from torch import nn
 
@@ -26,23 +24,22 @@ OnAll = Callable[[str, Any], Any]
 
 @dataclass(frozen=True)
 class Injections:
-    """The injections of a call, in the order of their effect. `device`: of the model."""
+    """The injections of a call, in the order of their effect. `patcher`: of the model."""
 
     injections: Sequence[PatcherInjection]
-    device: torch.device
+    patcher: Any
     on_all: OnAll
 
     @contextmanager
     def in_place(self, model: nn.Module) -> Iterator[None]:
         """Have them act on the model, while active. Raises PatchError: the ranks cannot compute with what they do."""
-        patcher: Any = SimpleNamespace(model=SimpleNamespace(diffusion_model=model), load_device=self.device)
         with ExitStack() as undo:
             for injection in self.injections:
                 before = [_Before(path, module) for path, module in model.named_modules()]
                 for each in before:
                     undo.callback(each.restore)
-                undo.callback(injection.eject, patcher)
-                _inject(injection, patcher)
+                undo.callback(injection.eject, self.patcher)
+                _inject(injection, self.patcher)
                 for each in [each for each in before if each.is_changed]:
                     each.check(splits_tokens(model))
                     for path, module in each.new() if name_of(injection.inject) not in MIRRORED else ():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -30,6 +31,16 @@ ATTACHED: dict[str, comfy.model_patcher.ModelPatcher] = {}
 
 PLACES: Recent[str, dict[object, Any]] = Recent(8)
 """Where tokens are in what patches get, by the key of the patches: see `WholeTokens`."""
+
+
+class OwnPatcher:
+    """The sampled model's patcher, for code of nodes that holds it."""
+
+    def __init__(self, network: nn.Module, device: torch.device) -> None:
+        self.model, self.load_device = SimpleNamespace(diffusion_model=network, device=device), device
+
+    def get_model_object(self, name: str) -> Any:
+        return operator.attrgetter(name)(self.model)
 
 
 @dataclass(frozen=True)
@@ -75,7 +86,9 @@ def attach_network(key: str, module: nn.Module, device: torch.device) -> None:
 
 def read_patches(encoded: Mapping[str, Any], model: nn.Module, call: RunningCall, device: torch.device) -> CallPatches:
     """Read the patches of a call."""
+    own = OwnPatcher(model, device)
     have: dict[str, Callable[[Any], Any]] = {
+        "own": lambda kind: own if kind == "patcher" else own.model,
         "module": model.get_submodule,
         "method": lambda name: getattr(type(model), name).__get__(model),
         "network": ATTACHED.__getitem__,
@@ -84,6 +97,7 @@ def read_patches(encoded: Mapping[str, Any], model: nn.Module, call: RunningCall
     }
     data = base64.b64decode(encoded["data"])
     things = read(data, encoded["tensors"], device, lambda reference: have[reference[0]](reference[1])).thing
+    vars(own.model).update(things.get("own", {}))
     places = PLACES.setdefault(encoded["key"], {})
 
     def on_all_tokens(where: str, thing: Any, is_model: bool = False) -> WholeTokens:
@@ -107,5 +121,5 @@ def read_patches(encoded: Mapping[str, Any], model: nn.Module, call: RunningCall
         objects,
         None if things["notes"] is None else NotesHere(Notes(**things["notes"]), model),
         partial(on_all_tokens, is_model=True) if encoded["on_root"] else None,
-        Injections(things["injections"], device, on_all_tokens),
+        Injections(things["injections"], own, on_all_tokens),
     )

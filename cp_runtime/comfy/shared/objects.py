@@ -81,6 +81,11 @@ class Written(NamedTuple):
         return frozenset(self.code)
 
     @property
+    def all_code(self) -> dict[str, Any]:
+        """Code by name, with the classes of modules. For a class that a function makes, `code` has that function."""
+        return {**self.code, **{name: cls for cls in self.classes if LOCALS not in (name := full_name(cls))}}
+
+    @property
     def leaves(self) -> list[Tensor]:
         """All of it as tensors, for `rank.objects.read_leaves`."""
         return [torch.frombuffer(bytearray(self.data), dtype=torch.uint8), *self.tensors]

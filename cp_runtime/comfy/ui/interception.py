@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from itertools import chain
 from typing import Any, Protocol
 from weakref import ref
 
@@ -34,6 +33,7 @@ from ..shared.patches import applied_patches
 from ..shared.reached import functions_of_packs
 from ..shared.weights import PREFIX, model_dtype
 from .fingerprints import code_of_patches
+from .injections import injected
 from .noted import METHODS, innermost_method, loaded, replaced_in
 from .notes import on_ranks
 from .obstacles import check_call, compile_of, computes_here, options_for_ranks, unsent
@@ -296,19 +296,6 @@ class LocalTexts(Replacement):
         weights = nullcontext() if text is None else weights_at(owner, self.model, text.device)
         with self.guard.lifted(), weights, injected(owner):
             return self.stock(*args, **kwargs)
-
-
-@contextmanager
-def injected(patcher: ModelPatcher) -> Iterator[None]:
-    """Have the code that nodes inject into the model be there, while active."""
-    injections = list(chain(*patcher.injections.values()))
-    for each in injections:
-        each.inject(patcher)
-    try:
-        yield
-    finally:
-        for each in injections:
-            each.eject(patcher)
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from ..shared.patches import applied_patches
 from ..shared.weights import PREFIX
 from .attention import ChosenAttention, attention_of
 from .fingerprints import OF_MODEL, ModelFingerprint, check_code, check_network
+from .injections import ejected
 from .noted import replaced_in
 from .options import compile_settings
 from .packs import running_code
@@ -45,8 +46,9 @@ def check_model(patcher: Any, config: RuntimeConfig) -> None:
         raise UnsupportedError(f"the model was compiled with torch.compile, which the workers do not repeat. {OF_MODEL}")
     try:
         plan_for(model)
-        check_classes(patcher)
-        value_of(patcher.model).check(patcher)
+        with ejected(patcher.model):
+            check_classes(patcher)
+            value_of(patcher.model).check(patcher)
         written_patches(applied_patches(patcher))
     except PlanError as error:
         packs = ", ".join(map(os.path.basename, ModelFingerprint(patcher, classes_of(model)).packs))

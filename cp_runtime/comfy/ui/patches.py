@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import comfy.model_patcher
 import comfy.sd
@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from ...errors import MirrorError, UnsupportedError
 from ...families import splits_tokens
 from ..shared.assigned import names_in
-from ..shared.fingerprint import NOTHING, classes_of, digest
-from ..shared.forward import PATCHES
-from ..shared.modules import full_name
+from ..shared.fingerprint import NOTHING, digest
+from ..shared.forward import OWN, PATCHES
 from ..shared.objects import Settings, is_ours, write
 from ..shared.pack_objects import OBJECTS, UNLISTED_OBJECT, ObjectPatch
 from ..shared.patches import MIRRORED, UNLISTED, Patch, code_of, map_patches, name_of
@@ -43,7 +42,8 @@ REFUSED: Mapping[str, str] = {
 }
 _WITHOUT = {name: known.without for name, known in MIRRORED.items() if known.without}
 _keys: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-_checked: WeakSet[nn.Module] = WeakSet()
+_code: WeakKeyDictionary[nn.Module, Mapping[str, Any]] = WeakKeyDictionary()
+"""Code of the networks of patches, by name."""
 _numbers = itertools.count()
 _whole_batch: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 """The last patches of a UNet that need all of a batch on every rank, by key."""
@@ -118,7 +118,7 @@ class PatchSet:
         unlisted = [patch for patch, known in checked if known is UNLISTED]
         paths = [path for path, kind in zip(objects, kinds, strict=True) if kind is UNLISTED_OBJECT]
         unlisted += map(objects.__getitem__, paths)
-        references = _References(model, objects)
+        references = _References(model, objects, None if patcher is None else patcher.model)
         settings = Settings(refer=references, without=_WITHOUT)
         parts = _parts_of(unlisted)
         noted, sent = None, map_patches(options, lambda _, patch: patch)
@@ -127,21 +127,23 @@ class PatchSet:
         things = {**sent, "objects": objects, "injections": injections, "notes": None if noted is None else vars(noted.notes)}
         try:
             written = write(things, settings)
+            if references.takes_own:
+                written = write({**things, "own": {name: getattr(patcher.model, name) for name in OWN}}, settings)
             for network in references.networks.values():
-                if network not in _checked:
-                    write(network)
-                    _checked.add(network)
+                if network not in _code:
+                    _code[network] = write(network).all_code
         except MirrorError as error:
             by = _maker([*objects.values(), *(patch for patch, _ in checked)], references)
             raise UnsupportedError(f"{by} patched the transformer with something that cannot be sent: {error}.") from error
-        classes = written.classes.union(*map(classes_of, references.networks.values()))
         used: list[Patch | ObjectPatch] = [*kinds, *(known for _, known in checked)]
         if unlisted and in_stages and splits_tokens(model):
             raise UnsupportedError(
                 f"{made_by(unlisted[0])} needs all tokens at once, which no stage has. Set weights of CP Config "
                 "to auto, and leave CP PipeFusion out."
             )
-        code = {**written.code, **{full_name(cls): cls for cls in classes}}
+        code = written.all_code
+        for network in references.networks.values():
+            code |= _code[network]
         key, compares = _counted(model, patcher, code) if noted is not None else ("", False)
         whole_batch = bool(key) and _whole_batch.get(model) == key
         whole = UnlistedPatches(tuple(parts or unlisted), patcher, noted, whole_batch) if unlisted else None
@@ -260,9 +262,15 @@ def _maker(patches: Iterable[Any], references: _References) -> str:
 
 
 class _References:
-    """What ranks have otherwise: modules of the transformer by path, networks of patches by key, and of a VAE its compression."""
+    """What ranks have otherwise: modules of the transformer by path, networks of patches by key, and of a VAE its compression.
 
-    def __init__(self, model: nn.Module, objects: Mapping[str, Any]) -> None:
+    Attributes:
+        networks: by key.
+        takes_own: patches hold the model around the transformer, or a patcher of it.
+    """
+
+    def __init__(self, model: nn.Module, objects: Mapping[str, Any], own: Any) -> None:
+        self._own, self.takes_own = own, False
         placed = {id(thing) for thing in objects.values()}
         self._paths = {number: path for number, path in paths_of(model).items() if number not in placed}
         self.networks: dict[str, nn.Module] = {}
@@ -270,7 +278,11 @@ class _References:
     def __call__(self, value: Any) -> tuple[str, Any] | None:
         if isinstance(value, nn.Module) and id(value) in self._paths:
             return "module", self._paths[id(value)]
-        if isinstance(value, comfy.model_patcher.ModelPatcher):
+        is_patcher = isinstance(value, comfy.model_patcher.ModelPatcher)
+        if self._own is not None and (value.model if is_patcher else value) is self._own:
+            self.takes_own = True
+            return "own", "patcher" if is_patcher else "model"
+        if is_patcher:
             key = _keys.setdefault(value.model, f"m{next(_numbers)}")
             self.networks[key] = value.model
             return "network", key

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...errors import MirrorError
-from ..shared.modules import full_name
 from ..shared.objects import Written, write
 
 
@@ -30,5 +29,4 @@ def written_patches(patches: Mapping[str, Any]) -> Written:
 
 def code_of_weight_patches(patches: Mapping[str, Any]) -> set[str]:
     """Return the names of classes and functions that weight patches hold."""
-    written = written_patches(patches)
-    return {*written.names, *map(full_name, written.classes)}
+    return set(written_patches(patches).all_code)

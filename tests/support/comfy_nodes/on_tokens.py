@@ -142,7 +142,7 @@ def _injected(model: ModelPatcher) -> None:
         owner = next(each for each in _block(patcher).modules() if layers[-1] in each.children())
         name = next(name for name, each in owner.named_children() if each is layers[-1])
         before[owner] = name, layers[-1]
-        setattr(owner, name, Turned(layers[-1].weight, layers[-1].bias))
+        setattr(owner, name, Turned(layers[-1]))
 
     def eject(patcher: Any) -> None:
         for module, own in before.items():
@@ -205,14 +205,14 @@ _injected_forward, _injected_weights, _injected_modules, _injected_hook = map(
 
 
 class Turned(torch.nn.Module):
-    """A layer with another one's weights, that turns tokens around."""
+    """A layer around another one, that turns tokens around."""
 
-    def __init__(self, weight: Tensor, bias: Tensor) -> None:
+    def __init__(self, layer: torch.nn.Module) -> None:
         super().__init__()
-        self.taken = {"weight": weight, "bias": bias}
+        self.layers = [layer]
 
     def forward(self, x: Tensor) -> Tensor:
-        out = torch.nn.functional.linear(x, **{name: each.to(x) for name, each in self.taken.items()})
+        out: Tensor = self.layers[0](x)
         return out + 0.2 * out.flip(1)
 
 

@@ -259,6 +259,19 @@ def _uuids(model: ModelPatcher) -> None:
 SETTINGS = {"strength": 1.0}
 
 
+def _own_model(model: ModelPatcher) -> None:
+    """Holds the patcher of the model, its sampling, and the model itself."""
+    base, sampling = model.model, model.get_model_object("model_sampling")
+
+    def scaled(h: Tensor, options: dict[str, Any]) -> Tensor:
+        sigma = options["sigmas"][0].cpu()
+        first, second, third = (float(each.sigma_max) for each in (sampling, base.model_sampling, model.model.model_sampling))
+        assert first == second == third == float(model.get_model_object("model_sampling").sigma_max)
+        return h * (1 + 0.3 * model.model.model_sampling.timestep(sigma).abs().sqrt() / 30).to(h)
+
+    model.set_model_input_block_patch(scaled)
+
+
 def _settings(model: ModelPatcher) -> None:
     """Reads what the node has set in its module."""
     SETTINGS["strength"] = 0.7
