@@ -15,6 +15,8 @@ from ..shared.attributes import attributes_of, set_attributes
 from ..shared.modules import take_module
 from ..shared.noted import Graph, Notes
 
+PER_CALL = 1 << 20  # tensors
+
 
 class HeldTensors:
     """Tensors that patches have noted, by numbers that are the same on all ranks."""
@@ -22,7 +24,7 @@ class HeldTensors:
     def __init__(self) -> None:
         self._tensors: dict[int, Tensor] = {}
         self._before: dict[int, Tensor] = {}
-        self._numbers = itertools.count(1)
+        self._calls, self._numbers = 0, itertools.count()
 
     def __getitem__(self, number: int) -> Tensor:
         if number not in self._tensors:
@@ -31,12 +33,15 @@ class HeldTensors:
 
     def number_of(self, tensor: Tensor) -> int:
         """Keep a tensor; return its number."""
-        number = next((number for number, each in self._tensors.items() if each is tensor), None) or next(self._numbers)
+        number = next((number for number, each in self._tensors.items() if each is tensor), None)
+        number = next(self._numbers) if number is None else number
         self._tensors[number] = tensor
         return number
 
     def begin(self, dropped: Iterable[int], is_repeated: bool) -> None:
         """Begin a call. `dropped`: numbers that nobody needs any more. `is_repeated`: `as_before` follows."""
+        self._calls += 1
+        self._numbers = itertools.count(self._calls * PER_CALL)  # another rank may have numbered more or fewer in the last one
         for number in dropped:
             self._tensors.pop(number, None)
         self._before = {number: tensor.clone() for number, tensor in self._tensors.items()} if is_repeated else {}

@@ -146,20 +146,21 @@ class WorkerForward(Replacement):
         )
         try:
             return owner.call_workers(call)
-        except NeedsWholeBatch:
-            take_whole_batch(self.model)
-            return self.run(owner, args, kwargs)
         except UnsentError as error:
-            owner.refuse_call(unsent(str(error)))
+            refused: UnsupportedError = unsent(str(error))
         except UnsupportedError as error:
-            owner.refuse_call(error)
+            refused = error
         except RankError as error:
             if error.kind in (PatchError.__name__, PlanError.__name__) and patches.unlisted is not None:
-                owner.refuse_call(patches.unlisted.failed(error.message))
+                refused = patches.unlisted.failed(error.message)
             elif error.kind in (PatchError.__name__, UnsentError.__name__):
-                owner.refuse_call(unsent(error.message))
+                refused = unsent(error.message)
             else:
                 raise
+        if isinstance(refused, NeedsWholeBatch):
+            take_whole_batch(self.model)
+            return self.run(owner, args, kwargs)
+        owner.refuse_call(refused)
         if any(owner.injections.values()):
             raise _Injected
         return self.stock(*args, **kwargs)

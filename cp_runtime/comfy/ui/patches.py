@@ -144,9 +144,9 @@ class PatchSet:
         code = written.all_code
         for network in references.networks.values():
             code |= _code[network]
-        key, compares = _counted(model, patcher, code) if noted is not None else ("", False)
+        key, calls = _counted(model, patcher, code) if noted is not None else ("", 0)
         whole_batch = bool(key) and _whole_batch.get(model) == key
-        whole = UnlistedPatches(tuple(parts or unlisted), patcher, noted, whole_batch) if unlisted else None
+        whole = UnlistedPatches(tuple(parts or unlisted), patcher, noted, whole_batch, calls) if unlisted else None
         if whole is not None:
             whole.check_code()
         return cls(
@@ -164,19 +164,19 @@ class PatchSet:
             mixes_batch=any(each.mixes_batch for each in used) or whole_batch or (whole is not None and splits_tokens(model)),
             by_conditioning=any(each.by_conditioning for each in used),
             unlisted=whole,
-            compares=compares,
+            compares=calls > 0 and calls & (calls - 1) == 0,  # 1, 2, 4, 8, ...: patches may begin to act later
             sent=() if noted is None else noted.notes.sent,
         )
 
 
-def _counted(model: nn.Module, patcher: Any, code: Mapping[str, Any]) -> tuple[str, bool]:
-    """Return a key of the patches that a call has, by run and code, and whether to compare the call: the calls 1, 2, 4, 8, ... of a
-    run with their code, as they may begin to act later."""
+def _counted(model: nn.Module, patcher: Any, code: Mapping[str, Any]) -> tuple[str, int]:
+    """Return a key of the patches that a call has, by run and code, and the number of the call, of those of a run with their
+    code."""
     key = f"{patcher.cp_run.number} {digest(' '.join(sorted(code)))}"
     last, calls = _calls_so_far.get(model, ("", 0))
     calls = calls + 1 if last == key else 1
     _calls_so_far[model] = key, calls
-    return key, calls & (calls - 1) == 0
+    return key, calls
 
 
 def take_whole_batch(model: nn.Module) -> None:

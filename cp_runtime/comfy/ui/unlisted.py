@@ -20,6 +20,7 @@ from .noted import NotedHere
 from .pack_nodes import made_by
 
 REMEDY = "Remove that node, or set on_unsupported of CP Config to 'single device'."
+COMPARED_AT_FIRST = 2  # calls of a run: none before has been wrong
 ONLY_HERE = frozenset({"uuids", "wrappers", "callbacks"})  # of transformer_options, see `options.UI_ONLY`
 EXACT, ROUNDED = 1e-3, 5e-2
 """Bounds of the difference from one device, in standard deviations, where a model computes in float32 and in fewer bits: those of
@@ -27,7 +28,7 @@ EXACT, ROUNDED = 1e-3, 5e-2
 
 
 class NeedsWholeBatch(UnsupportedError):
-    """Patches of a UNet note something for later calls, and each worker has noted that of a part of the batch."""
+    """Patches of a UNet need all of the batch: they note something for later calls, or mix its halves."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,14 @@ class UnlistedPatches:
         patcher: of the model.
         noted: what they have noted before the call; None outside of calls.
         whole_batch: every rank computes all of it.
+        calls: of a run with them so far, this one included.
     """
 
     patches: tuple[Any, ...]
     patcher: Any
     noted: NotedHere | None
     whole_batch: bool
+    calls: int
 
     @property
     def on_all_tokens(self) -> tuple[str, ...]:
@@ -59,6 +62,11 @@ class UnlistedPatches:
     @cached_property
     def _makers(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(map(made_by, self.patches)))
+
+    @property
+    def may_need_whole_batch(self) -> bool:
+        """Whether ranks have had a part of the batch each, of a model that splits nothing else."""
+        return not self.whole_batch and not splits_tokens(self.patcher.model.diffusion_model)
 
     @property
     def _by(self) -> str:
@@ -85,13 +93,17 @@ class UnlistedPatches:
             )
 
     def failed(self, error: str) -> UnsupportedError:
-        """Build the refusal of patches that have raised something on the ranks."""
+        """Build the refusal of patches that have raised something on the ranks, or have not had all of the batch."""
+        if self.may_need_whole_batch:
+            return NeedsWholeBatch()
         return UnsupportedError(f"{self._by} patched the transformer, and that fails on the workers: {error}. {REMEDY}")
 
     def check(self, difference: float | None, outcomes: Sequence[CallOutcome], keeper: Keeper) -> None:
         """See `controller.calls.Unlisted`."""
         bound = EXACT if self.patcher.model.get_dtype_inference() == torch.float32 else ROUNDED
         if difference is not None and not difference <= bound:
+            if self.may_need_whole_batch and self.calls <= COMPARED_AT_FIRST:
+                raise NeedsWholeBatch
             raise UnsupportedError(
                 f"{self._by} patched the transformer, and the ranks compute something else with that than one device: off by "
                 f"{difference:.2g} standard deviations, and rounding explains {bound:g}. {REMEDY}"
@@ -103,8 +115,7 @@ class UnlistedPatches:
         said; NeedsWholeBatch first, where that may help."""
         at_work = [outcome for outcome in outcomes if not outcome.idle]
         noted, unsaid = {outcome.noted for outcome in at_work}, next(filter(None, (outcome.unsaid for outcome in at_work)), "")
-        splits = splits_tokens(self.patcher.model.diffusion_model)
-        if (unsaid or any(noted)) and len(at_work) > 1 and not (splits or self.whole_batch):
+        if (unsaid or any(noted)) and len(at_work) > 1 and self.may_need_whole_batch:
             raise NeedsWholeBatch
         if not unsaid and len(noted) > 1:
             unsaid = "not all workers note the same"

@@ -180,6 +180,14 @@ def _mixes_halves(model: ModelPatcher) -> None:
     model.set_model_input_block_patch(lambda h, options: h + 0.3 * h.mean(0, keepdim=True))
 
 
+def _needs_halves(model: ModelPatcher) -> None:
+    def patch(h: Tensor, options: dict[str, Any]) -> Tensor:
+        first, second = h.chunk(len(options["cond_or_uncond"]))
+        return torch.cat([first, 0.9 * second + 0.1 * first])
+
+    model.set_model_input_block_patch(patch)
+
+
 def _noted(model: ModelPatcher) -> None:
     """Notes something in the transformer that a function in ComfyUI's process reads, as self-attention guidance does."""
     mean = None
@@ -249,7 +257,7 @@ def _on_a_class(model: ModelPatcher) -> None:
 
 def _late(model: ModelPatcher) -> None:
     """Mixes halves, from some step on."""
-    model.set_model_input_block_patch(lambda h, options: h + (0.3 * h.mean(0, keepdim=True) if options["sigmas"][0] < 10 else 0))
+    model.set_model_input_block_patch(lambda h, options: h + (0.3 * h.mean(0, keepdim=True) if options["sigmas"][0] < 2 else 0))
 
 
 def _uuids(model: ModelPatcher) -> None:
