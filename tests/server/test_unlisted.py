@@ -80,8 +80,16 @@ def test_a_block_that_a_node_has_changed_for_good(kind, served, server, family_c
     assert_close(server.sample(graph(cp={"world_size": 2})), plain)
 
 
+@pytest.mark.parametrize("policy", ["error", "single device"])
+@pytest.mark.parametrize("served", ["sd15"])
+def test_what_goes_wrong_later_is_an_error(policy, served, server, family_checkpoints):
+    """Also where one device could go on: steps before may be wrong as well."""
+    graph = partial(GRAPHS[served], steps=4, cp={"world_size": 2, "on_unsupported": policy})
+    server.fails(graph(model_nodes=nodes("late")), "compute something else with that than one device", "Earlier steps")
+    server.sample(graph())
+
+
 REFUSED = {
-    "late": "compute something else with that than one device",
     "on_a_class": "note something where only their own process sees it",
     "uuids": "reads uuids of transformer_options",
 }

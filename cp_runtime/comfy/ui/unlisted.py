@@ -21,6 +21,7 @@ from .pack_nodes import made_by
 
 REMEDY = "Remove that node, or set on_unsupported of CP Config to 'single device'."
 COMPARED_AT_FIRST = 2  # calls of a run: none before has been wrong
+REMEDY_LATE = "Remove that node or Apply Context Parallel."
 ONLY_HERE = frozenset({"uuids", "wrappers", "callbacks"})  # of transformer_options, see `options.UI_ONLY`
 EXACT, ROUNDED = 1e-3, 5e-2
 """Bounds of the difference from one device, in standard deviations, where a model computes in float32 and in fewer bits: those of
@@ -104,10 +105,13 @@ class UnlistedPatches:
         if difference is not None and not difference <= bound:
             if self.may_need_whole_batch and self.calls <= COMPARED_AT_FIRST:
                 raise NeedsWholeBatch
-            raise UnsupportedError(
+            what = (
                 f"{self._by} patched the transformer, and the ranks compute something else with that than one device: off by "
-                f"{difference:.2g} standard deviations, and rounding explains {bound:g}. {REMEDY}"
+                f"{difference:.2g} standard deviations, and rounding explains {bound:g}"
             )
+            if self.calls > COMPARED_AT_FIRST:
+                raise MirrorError(f"{what}. Earlier steps, which were not compared, may be wrong too. {REMEDY_LATE}")
+            raise UnsupportedError(f"{what}. {REMEDY}")
         self._take_notes(outcomes, keeper)  # one device would compute the call once more, with what was noted before it
 
     def _take_notes(self, outcomes: Sequence[CallOutcome], keeper: Keeper) -> None:
