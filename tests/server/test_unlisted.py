@@ -41,7 +41,9 @@ def nodes(kind):
     return [("TestUnlisted", {"kind": kind})]
 
 
-@pytest.mark.parametrize(("mode", "kind", "served"), in_modes([(kind, served) for kind in RUN for served in GRAPHS], MODES))
+@pytest.mark.parametrize(
+    ("mode", "kind", "served"), in_modes([(kind, served) for kind in RUN for served in GRAPHS], MODES, len(GRAPHS))
+)
 def test_latent_equals_the_stock_graph(kind, served, mode, server, family_checkpoints):
     graph = GRAPHS[served]
     expected, plain = (server.sample_once(graph(model_nodes=each)) for each in (nodes(kind), []))
@@ -54,7 +56,9 @@ def test_latent_equals_the_stock_graph(kind, served, mode, server, family_checkp
 WHOLE = ("mixes_halves", "needs_halves", "state", "cached", "noted", "noted_in_a_dict", "noted_later", "in_a_global")
 
 
-@pytest.mark.parametrize(("mode", "kind", "served"), in_modes([(kind, served) for kind in WHOLE for served in GRAPHS], MODES))
+@pytest.mark.parametrize(
+    ("mode", "kind", "served"), in_modes([(kind, served) for kind in WHOLE for served in GRAPHS], MODES, len(GRAPHS))
+)
 def test_patches_that_need_the_whole_batch(kind, served, mode, server, family_checkpoints):
     """They note something, or mix halves of CFG: from then on every rank computes the whole batch."""
     graph = partial(GRAPHS[served], model_nodes=nodes(kind), steps=5)

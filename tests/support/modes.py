@@ -14,16 +14,18 @@ SEQUENCE: Mapping[str, dict[str, Any]] = {
 """Inputs of CP Config for a transformer."""
 
 
-def in_modes(kinds: Sequence[tuple[str, ...]], modes: Mapping[str, dict[str, Any]] = SEQUENCE) -> list[Any]:
-    """Cases for pytest, `mode` and what a kind is, in the order of their ranks."""
-    names = list(modes)
+def in_modes(kinds: Sequence[tuple[str, ...]], modes: Mapping[str, dict[str, Any]] = SEQUENCE, variants: int = 1) -> list[Any]:
+    """Cases for pytest, `mode` and what a kind is, in the order of their ranks. `variants`: so many kinds in a row are one in
+    several forms, of which `make test` takes one."""
+    names, first = list(modes), range(0, len(kinds), variants)
+    quick = {(number + turn % variants, turn % len(names)) for turn, number in enumerate(first)}
     return [
         pytest.param(
             mode,
             *kind,
             marks=[
                 pytest.mark.ranks(modes[mode]["world_size"]),
-                *([] if number % len(names) == names.index(mode) else [pytest.mark.soak]),
+                *([] if (number, names.index(mode)) in quick else [pytest.mark.soak]),
             ],
         )
         for mode in names

@@ -15,7 +15,7 @@ for family in families.NAMES:
         plan = answer((PlanError, UnsupportedError), plan_for, build(spec))
         errors[f"{family}/{name}"] = plan if isinstance(plan, str) else None
 model = build(families.load("sensenova").MODELS["sensenova"])
-owner = type("Patcher", (), {"model": model, "object_patches_backup": {}})()  # held weakly
+owner = type("Patcher", (), {"model": model, "object_patches": {}, "object_patches_backup": {}})()  # held weakly
 intercept(owner, model)
 errors["prepared before sampling"] = [name for name, value in vars(model).items() if isinstance(value, LocalTexts)]
 report(**errors)
