@@ -181,7 +181,8 @@ def _counted(model: nn.Module, patcher: Any, code: Mapping[str, Any]) -> tuple[s
 
 def take_whole_batch(model: nn.Module) -> None:
     """Have the calls that follow in a run compute all of their batch on every rank, with the patches of the last one."""
-    _whole_batch[model] = _calls_so_far[model][0]
+    key, _ = _calls_so_far[model]
+    _whole_batch[model], _calls_so_far[model] = key, (key, 0)  # the next call is compared again
 
 
 def _parts_of(patches: Iterable[Any]) -> list[Any]:

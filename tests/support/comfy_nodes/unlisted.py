@@ -188,6 +188,15 @@ def _needs_halves(model: ModelPatcher) -> None:
     model.set_model_input_block_patch(patch)
 
 
+def _random(model: ModelPatcher) -> None:
+    model.set_model_input_block_patch(lambda h, options: h + 0.3 * torch.randn_like(h))
+
+
+def _random_later(model: ModelPatcher) -> None:
+    """From the second call on."""
+    model.set_model_input_block_patch(lambda h, options: h + (0.3 * torch.randn_like(h) if options["sigmas"][0] < 10 else 0))
+
+
 def _noted(model: ModelPatcher) -> None:
     """Notes something in the transformer that a function in ComfyUI's process reads, as self-attention guidance does."""
     mean = None
