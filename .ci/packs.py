@@ -121,22 +121,23 @@ def main() -> int:
     packs = {path.resolve().name: path.expanduser() for path in given.packs} or {
         name: path for name, path in CUSTOM_NODES.items() if path.resolve() != ROOT
     }
+    found: dict[tuple[str, ...], list[str]] = {}
     with tempfile.TemporaryDirectory(prefix="context-parallel-packs-") as folder:
         models = Path(folder) / "models"
         for name in ("flux", "wan_t2v"):
             checkpoints.write(name, models)
         preloaded.write_models("support.models", models / "diffusion_models", *FAMILIES)
         with ComfyServer(Path(os.environ["COMFYUI_PATH"]), models=models, custom_nodes={**CUSTOM_NODES, **packs}) as server:
-            rows = [f"| Pack, node | {' | '.join(GRAPHS)} |", f"|---|{'---|' * len(GRAPHS)}"]
             for pack in packs:
                 for name, inputs in [each for each in nodes_of(server, pack) if each[0] not in given.without]:
                     widgets = {key: value for node, key, value in given.set if node == name}
                     results = [tried(server, name, inputs, widgets, graph, given.steps) for graph in GRAPHS.values()]
-                    if set(results) != {NOTHING}:
-                        rows.append(f"| {pack}: {name} | {' | '.join(results)} |")
-                    sys.stderr.write(f"{rows[-1]}\n")
+                    found.setdefault((pack, *results), []).append(name)
+                    sys.stderr.write(f"{pack}: {name}: {', '.join(results)}\n")
+    rows = [f"| {pack}: {', '.join(names)} | {' | '.join(results)} |" for (pack, *results), names in found.items()]
+    rows = [row for row, (_, *results) in zip(rows, found, strict=True) if set(results) != {NOTHING}]
     head = HEAD.format(note=given.note, date=time.strftime("%Y-%m-%d", time.gmtime()))
-    table = "\n".join([head, *rows, ""])
+    table = "\n".join([head, f"| Pack, nodes | {' | '.join(GRAPHS)} |", f"|---|{'---|' * len(GRAPHS)}", *rows, ""])
     if given.write:
         (ROOT / "docs" / "generated" / "node_packs.md").write_text(table, encoding="utf-8", newline="\n")
     else:
