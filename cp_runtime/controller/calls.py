@@ -141,6 +141,7 @@ class ModelCall:
     mixes_batch: bool = False  # another node's patch needs all items of the batch
     by_conditioning: bool = False  # another node's patch needs all items of a conditioning, such as one half of CFG
     unlisted: Unlisted | None = None  # patches that no table lists
+    restores: bool = False  # what patches have noted is as it was before the last call, which was given up
     compares: bool = False  # it is to be compared with one device
     all_tokens: bool = False  # its attention needs all tokens of a head at once
     networks: Mapping[str, nn.Module] = field(default_factory=dict)  # networks of patches in the arguments, by key

@@ -388,7 +388,8 @@ class Call(Packed[CallReport]):
     compile_or_raise: bool  # a block that cannot be compiled is an error
     cancel_every: int  # planned modules between two polls for Cancel; 0 = none
     pipeline: PipelineSettings | None = None  # of a model in stages
-    is_repeated: bool = False  # the same follows once more, on one rank
+    is_repeated: bool = False  # the same may follow once more
+    restores: bool = False  # this is the last one, which was given up, in another form
     repeats: bool = False  # this is that one
     dropped: tuple[int, ...] = ()  # numbers of tensors, noted by patches, that nobody needs any more
 

@@ -94,8 +94,8 @@ def test_what_goes_wrong_later_is_an_error(policy, served, server, family_checkp
 
 
 REFUSED = {
-    "random": "compute something else with that than one device",
-    "random_later": "compute something else with that than one device",
+    "random": "draws random numbers",
+    "random_later": "draws random numbers",
     "on_a_class": "note something where only their own process sees it",
     "uuids": "reads uuids of transformer_options",
 }

@@ -143,7 +143,7 @@ class Mirrors:
         began = time.perf_counter()
         mirror = self.mirror_of(request.key)
         if not request.repeats:
-            HELD.begin(request.dropped, request.is_repeated)
+            HELD.begin(request.dropped, request.is_repeated, request.restores)
         part = part_of(mirror.installed.plan, request, arguments, mesh, alone=request.ranks == 1 and mirror.placement != WHOLE)
         if part is None:
             return None, CallOutcome(

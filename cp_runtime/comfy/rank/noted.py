@@ -38,8 +38,16 @@ class HeldTensors:
         self._tensors[number] = tensor
         return number
 
-    def begin(self, dropped: Iterable[int], is_repeated: bool) -> None:
-        """Begin a call. `dropped`: numbers that nobody needs any more. `is_repeated`: `as_before` follows."""
+    def begin(self, dropped: Iterable[int], is_repeated: bool, restores: bool = False) -> None:
+        """Begin a call.
+
+        Args:
+            dropped: numbers that nobody needs any more.
+            is_repeated: `as_before` or `restores` may follow.
+            restores: have the tensors be as they were before the last call.
+        """
+        if restores:
+            self._tensors |= self._before
         self._calls += 1
         self._numbers = itertools.count(self._calls * PER_CALL)  # another rank may have numbered more or fewer in the last one
         for number in dropped:
@@ -94,6 +102,14 @@ class NotesHere:
             for name, held in notes.globals.items():
                 held.update({each: spaces[name].get(each) for each in held})
                 spaces[name].update(globals_before[name])
+
+    @property
+    def are_changed(self) -> bool:
+        """Whether something has changed since the call began."""
+        try:
+            return bool(self._graph is not None and self._graph.changes(lambda tensor: 0))
+        except MirrorError:
+            return True
 
     def told(self) -> dict[str, str]:
         """Return what has changed, as `CallOutcome` has it."""

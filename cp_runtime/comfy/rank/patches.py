@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import operator
+import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -13,12 +14,13 @@ from typing import Any
 
 import comfy.model_patcher
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...engine.call import RunningCall
+from ...errors import PatchError
 from ...recent import Recent
 from ..shared.noted import Notes
-from ..shared.patches import MIRRORED, UNLISTED, map_patches, name_of
+from ..shared.patches import listed, map_patches, name_of
 from .injections import Injections
 from .noted import HELD, NotesHere
 from .objects import read
@@ -33,11 +35,36 @@ PLACES: Recent[str, dict[object, Any]] = Recent(8)
 """Where tokens are in what patches get, by the key of the patches: see `WholeTokens`."""
 
 
-class OwnPatcher:
-    """The sampled model's patcher, for code of nodes that holds it."""
+class Own:
+    """Something of the sampled model's, for code of nodes that holds it: it has a part of the attributes, and notes what code asks
+    for or sets besides."""
+
+    def __init__(self, asked: list[str], **has: Any) -> None:
+        vars(self).update(has, _asked=asked)
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("__"):
+            self._asked.append(name)
+        raise AttributeError(f"the workers' model has no {name}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._asked.append(name)
+
+    def __delattr__(self, name: str) -> None:
+        self._asked.append(name)
+
+
+class OwnPatcher(Own):
+    """The sampled model's patcher."""
 
     def __init__(self, network: nn.Module, device: torch.device) -> None:
-        self.model, self.load_device = SimpleNamespace(diffusion_model=network, device=device), device
+        asked: list[str] = []
+        model = Own(asked, diffusion_model=network, device=device)
+        super().__init__(asked, model=model, load_device=device)
+
+    @property
+    def asked(self) -> list[str]:
+        return self._asked
 
     def get_model_object(self, name: str) -> Any:
         return operator.attrgetter(name)(self.model)
@@ -53,6 +80,7 @@ class CallPatches:
         notes: what those that no table lists have noted; None = there are none.
         on_all: makes code that gets all tokens, where the model's forward is such code.
         injections: code that puts something into the model for the time of the call.
+        own: the model's patcher, for their code.
     """
 
     options: Mapping[str, Any]
@@ -60,13 +88,20 @@ class CallPatches:
     notes: NotesHere | None
     on_all: Callable[[str, Any], WholeTokens] | None
     injections: Injections
+    own: OwnPatcher
 
     @contextmanager
     def in_place(self, model: nn.Module, call: RunningCall) -> Iterator[None]:
         """Have objects and notes stand in the model, while active."""
         objects = objects_in_place(self.objects, model, call) if self.objects else nullcontext()
-        with objects, nullcontext() if self.notes is None else self.notes.in_place(), self.injections.in_place(model):
+        notes = self.notes
+        drawn = None if notes is None else _random_states(self.own.load_device)
+        with objects, nullcontext() if notes is None else notes.in_place(), self.injections.in_place(model, notes, call.mesh.whole):
             yield
+        if self.own.asked:
+            raise PatchError(f"it uses {self.own.asked[0]} of the model, which the workers do not have")
+        if drawn is not None and not all(map(_equal, drawn, _random_states(self.own.load_device))):
+            raise PatchError("it draws random numbers")
 
     @property
     def attention_names(self) -> frozenset[str]:
@@ -78,6 +113,15 @@ class CallPatches:
         """Return the model's forward in the place of its own."""
         forward = vars(model).get(stock.__name__, stock)
         return forward if self.on_all is None else self.on_all(stock.__name__, forward)
+
+
+def _random_states(device: torch.device) -> list[Any]:
+    own = [] if device.type == "cpu" else [torch.get_device_module(device).get_rng_state(device)]
+    return [random.getstate(), torch.get_rng_state(), *own]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, Tensor) else bool(one == other)
 
 
 def attach_network(key: str, module: nn.Module, device: torch.device) -> None:
@@ -104,8 +148,8 @@ def read_patches(encoded: Mapping[str, Any], model: nn.Module, call: RunningCall
         return WholeTokens(thing, call, f"{name_of(thing)} ({where})", places, is_model)
 
     def adapted(where: str, patch: Any) -> Any:
-        known = MIRRORED.get(name_of(patch), UNLISTED)
-        if known is UNLISTED or encoded["on_root"]:
+        known = listed(patch)
+        if known is None or encoded["on_root"]:
             return on_all_tokens(where, patch)
         return known.adapt(patch, call) if known.adapt and call.mesh.size > 1 else patch
 
@@ -122,4 +166,5 @@ def read_patches(encoded: Mapping[str, Any], model: nn.Module, call: RunningCall
         None if things["notes"] is None else NotesHere(Notes(**things["notes"]), model),
         partial(on_all_tokens, is_model=True) if encoded["on_root"] else None,
         Injections(things["injections"], own, on_all_tokens),
+        own,
     )

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ...engine.call import RunningCall
 from ...engine.plan import ModulePlan
+from ...engine.ranks.collectives import RankGroup
 from ...engine.state import Copied
 from ...errors import PatchError
 from ...nested import tensors
@@ -104,12 +105,17 @@ class _Blocks:
 
         They decide on the same numbers; but code may look at its rank, or at a clock.
         """
-        ranks = self._call.mesh.whole
-        if ranks.size > 1:
-            number = crc32(name.encode())
-            most, least = ranks.largest(torch.tensor([number, -number], device=ranks.device)).tolist()
-            if most != -least:
-                raise PatchError(f"{self._name} does not run the same blocks on all workers")
+        if not agree(self._call.mesh.whole, name):
+            raise PatchError(f"{self._name} does not run the same blocks on all workers")
+
+
+def agree(ranks: RankGroup, text: str) -> bool:
+    """Return whether all ranks have the same text. A collective."""
+    if ranks.size == 1:
+        return True
+    number = crc32(text.encode())
+    most, least = ranks.largest(torch.tensor([number, -number], device=ranks.device)).tolist()
+    return bool(most == -least)
 
 
 def plain(thing: Any) -> Any:

@@ -12,7 +12,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import BuiltinFunctionType, FunctionType, SimpleNamespace
 from typing import Any
 
 import comfy.ldm.common_dit
@@ -200,11 +200,17 @@ def map_patches(options: Mapping[str, Any], function: Callable[[str, Any], Any])
 def code_of(patch: Any) -> Any:
     """Return the function that a patch is; of another object its class."""
     patch = getattr(patch, "__func__", patch)
-    return patch if hasattr(patch, "__qualname__") else type(patch)
+    return patch if isinstance(patch, (FunctionType, BuiltinFunctionType, type)) else type(patch)
 
 
 def name_of(patch: Any) -> str:
     return full_name(code_of(patch))
+
+
+def listed(patch: Any) -> Patch | None:
+    """Return the entry of a patch in MIRRORED. A function around another one has that one's name, but is none."""
+    code = code_of(patch)
+    return None if "__wrapped__" in vars(code) else MIRRORED.get(full_name(code))
 
 
 def applied_patches(patcher: Any) -> dict[str, list[Entry]]:

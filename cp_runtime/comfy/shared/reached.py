@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from .assigned import names_in
 from .fingerprint import PLAIN, content_of, fields_of
 from .modules import BOOKKEEPING, LOCALS, module_name
+from .objects import is_ours
 from .origin import in_library
 
 COMFY = ("comfy", "comfy_extras", "comfy_api", "comfy_execution", "nodes", "latent_preview")
@@ -28,6 +29,7 @@ def reached(roots: Iterable[Any], by_value: bool = False) -> list[Any]:
     left = list(roots)
     while left:
         value = left.pop()
+        value = getattr(value, "stock", value) if is_ours(value) else value  # the ranks have the model's own method
         if id(value) not in found and not _is_left_out(value):
             found[id(value)] = value
             left += _parts(value, by_value)

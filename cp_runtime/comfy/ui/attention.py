@@ -166,12 +166,16 @@ def checked_name(override: Any, device_type: str) -> str:
 def _name_of(override: Any) -> str | None:
     """Return the function's name, or None if it is unknown: an override that holds anything else has separate conditions."""
     held = _held(override)
-    if len(held) != 1 or not (held.keys() == {OVERRIDES.get(name_in_pack(override))} or _only_calls(override)):
+    is_listed = held.keys() == {OVERRIDES.get(name_in_pack(override))}
+    if len(held) != 1 or not (is_listed or _only_calls(override)):
         return None
-    chosen = inspect.unwrap(*held.values())
-    for name, function in functions.REGISTERED_ATTENTION_FUNCTIONS.items():
-        if chosen is inspect.unwrap(function):
+    (function,) = held.values()
+    chosen = inspect.unwrap(function)
+    for name, known in functions.REGISTERED_ATTENTION_FUNCTIONS.items():
+        if function in (known, inspect.unwrap(known)):
             return str(name) if chosen.__module__ == functions.__name__ else None  # packs may register their own
+    if not is_listed:
+        return None
     made_by = name_in_pack(chosen)
     if made_by == FLASH_OF_PACK:
         return "flash"
@@ -185,7 +189,11 @@ def _only_calls(override: FunctionType) -> bool:
     def calls(_: Any, *args: Any, **kwargs: Any) -> Any:
         return held(*args, **kwargs)
 
-    return override.__code__.co_code == calls.__code__.co_code and not override.__code__.co_consts[1:]
+    own, other = override.__code__, calls.__code__
+    alike = (own.co_code, own.co_flags, own.co_argcount, own.co_kwonlyargcount) == (
+        other.co_code, other.co_flags, other.co_argcount, other.co_kwonlyargcount
+    )  # fmt: skip
+    return alike and not own.co_consts[1:] and override.__defaults__ is None
 
 
 def _sage_mode(attention: Callable[..., Any]) -> str | None:

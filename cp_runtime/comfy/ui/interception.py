@@ -43,6 +43,8 @@ from .unlisted import NeedsWholeBatch
 from .watching import has_foreign_wrapper
 
 IN_PLACE = ("control",)  # residuals: each rank copies only its part
+RAISED = frozenset({"RuntimeError", "ValueError", "TypeError", "IndexError", "KeyError", "AssertionError", "AttributeError"})
+"""Of a model's code where a patch has given it something that it cannot take."""
 TEXTS = ("preprocess_text_embeds", "preprocess_prefix")
 
 
@@ -136,6 +138,7 @@ class WorkerForward(Replacement):
             by_conditioning=patches.by_conditioning,
             unlisted=patches.unlisted,
             compares=patches.compares,
+            restores=patches.restores,
             all_tokens=attention.all_tokens,
             memory=memory_of_items(owner.model, latent),
             memory_scale=owner.cp_run.memory_scale,
@@ -151,7 +154,8 @@ class WorkerForward(Replacement):
         except UnsupportedError as error:
             refused = error
         except RankError as error:
-            if error.kind in (PatchError.__name__, PlanError.__name__) and patches.unlisted is not None:
+            by_patch = error.kind in (PatchError.__name__, PlanError.__name__)
+            if patches.unlisted is not None and (by_patch or (patches.unlisted.may_need_whole_batch and error.kind in RAISED)):
                 refused = patches.unlisted.failed(error.message)
             elif error.kind in (PatchError.__name__, UnsentError.__name__):
                 refused = unsent(error.message)

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from ...errors import MirrorError, UnsupportedError
 from ...families import splits_tokens
 from ..shared.assigned import names_in
-from ..shared.fingerprint import NOTHING, digest
+from ..shared.fingerprint import NOTHING, content_of, digest
 from ..shared.forward import OWN, PATCHES
 from ..shared.objects import Settings, is_ours, write
 from ..shared.pack_objects import OBJECTS, UNLISTED_OBJECT, ObjectPatch
-from ..shared.patches import MIRRORED, UNLISTED, Patch, code_of, map_patches, name_of
-from ..shared.reached import is_of_pack
+from ..shared.patches import MIRRORED, UNLISTED, Patch, code_of, listed, map_patches
+from ..shared.reached import functions_of_packs, holds_a_model, is_of_pack
 from ..shared.weights import PREFIX
 from .held import Held
 from .noted import FORWARDS, METHODS, NotedHere, paths_of, replaced_in
@@ -40,13 +40,14 @@ REFUSED: Mapping[str, str] = {
     "HypernetworkLoader": "puts networks into the attention of the model",
     "SDPoseKeypointExtractor": "reads features out of the model",
 }
+CLASS_OF = frozenset({"isinstance", "issubclass", "type", "vars", "dir"})
 _WITHOUT = {name: known.without for name, known in MIRRORED.items() if known.without}
 _keys: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 _code: WeakKeyDictionary[nn.Module, Mapping[str, Any]] = WeakKeyDictionary()
 """Code of the networks of patches, by name."""
 _numbers = itertools.count()
 _whole_batch: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-"""The last patches of a UNet that need all of a batch on every rank, by key."""
+"""The code of the last patches of a UNet that need all of a batch on every rank."""
 _calls_so_far: WeakKeyDictionary[nn.Module, tuple[str, int]] = WeakKeyDictionary()
 """The last patches of a model that no table lists, by key, and the calls with them."""
 
@@ -64,6 +65,7 @@ class PatchSet:
         unlisted: those that no table lists; None = there are none.
         compares: this call is to be compared with one device.
         sent: names of globals of node packs that ranks get by value.
+        restores: it is the last call again, which changed what is noted.
     """
 
     encoded: Mapping[str, Any] = field(default_factory=dict)
@@ -74,6 +76,7 @@ class PatchSet:
     unlisted: UnlistedPatches | None = None
     compares: bool = False
     sent: tuple[str, ...] = ()
+    restores: bool = False
 
     @classmethod
     def of(
@@ -121,6 +124,8 @@ class PatchSet:
         references = _References(model, objects, None if patcher is None else patcher.model)
         settings = Settings(refer=references, without=_WITHOUT)
         parts = _parts_of(unlisted)
+        if latent is not None and patcher is not None:
+            _check_injections([each.inject for each in injections if listed(each.inject) is None], patcher)
         noted, sent = None, map_patches(options, lambda _, patch: patch)
         if unlisted and latent is not None:
             noted = NotedHere.by(parts, model, latent.device, partial(_can_be_sent, settings))
@@ -128,6 +133,7 @@ class PatchSet:
         try:
             written = write(things, settings)
             if references.takes_own:
+                _check_looks(unlisted, patcher)
                 written = write({**things, "own": {name: getattr(patcher.model, name) for name in OWN}}, settings)
             for network in references.networks.values():
                 if network not in _code:
@@ -145,7 +151,7 @@ class PatchSet:
         for network in references.networks.values():
             code |= _code[network]
         key, calls = _counted(model, patcher, code) if noted is not None else ("", 0)
-        whole_batch = bool(key) and _whole_batch.get(model) == key
+        whole_batch = bool(key) and _whole_batch.get(model) == _code_in(key)
         whole = UnlistedPatches(tuple(parts or unlisted), patcher, noted, whole_batch, calls) if unlisted else None
         if whole is not None:
             whole.check_code()
@@ -166,6 +172,7 @@ class PatchSet:
             unlisted=whole,
             compares=calls > 0 and calls & (calls - 1) == 0,  # 1, 2, 4, 8, ...: patches may begin to act later
             sent=() if noted is None else noted.notes.sent,
+            restores=whole_batch and calls == 1,
         )
 
 
@@ -180,9 +187,29 @@ def _counted(model: nn.Module, patcher: Any, code: Mapping[str, Any]) -> tuple[s
 
 
 def take_whole_batch(model: nn.Module) -> None:
-    """Have the calls that follow in a run compute all of their batch on every rank, with the patches of the last one."""
+    """Have the calls that follow compute all of their batch on every rank, with the patches of the last one."""
     key, _ = _calls_so_far[model]
-    _whole_batch[model], _calls_so_far[model] = key, (key, 0)  # the next call is compared again
+    _whole_batch[model], _calls_so_far[model] = _code_in(key), (key, 0)  # the next call is compared again
+
+
+def _code_in(key: str) -> str:
+    return key.partition(" ")[2]
+
+
+def _check_injections(unlisted: Iterable[Any], patcher: Any) -> None:
+    """Refuse injections whose effect other code may look for in ComfyUI's process, where there is none."""
+    for inject in unlisted:
+        if patcher.cp_run.watched:
+            raise UnsupportedError(f"{made_by(inject)} injects code into the model, which other nodes' code may look for.")
+
+
+def _check_looks(patches: Iterable[Any], patcher: Any) -> None:
+    """Refuse functions that hold the model and ask for its class: the ranks have something in its place."""
+    for function in functions_of_packs(patches):
+        held = [content_of(cell) for cell in function.__closure__ or ()]
+        own = any(each is patcher.model or getattr(each, "model", None) is patcher.model for each in held if holds_a_model(each))
+        if (own or patcher.model in held) and names_in(function.__code__) & CLASS_OF:
+            raise UnsupportedError(f"{made_by(function)} patched the transformer, and looks at the class of the model.")
 
 
 def _parts_of(patches: Iterable[Any]) -> list[Any]:
@@ -207,7 +234,7 @@ def _can_be_sent(settings: Settings, value: Any) -> bool:
 
 def _check(where: str, patch: Any, model: nn.Module) -> Patch:
     """Return the entry of a patch in MIRRORED, or UNLISTED. Raises UnsupportedError if the ranks cannot run it."""
-    known = MIRRORED.get(name_of(patch))
+    known = listed(patch)
     if known is None:
         reason = REFUSED.get(node_of(patch) or "")
         if reason is None:
@@ -238,7 +265,7 @@ def _check_object(path: str, thing: Any, model: nn.Module) -> ObjectPatch:
         )
     name = name_in_pack(code_of(thing))
     place = ".".join("*" if part.isdecimal() else part for part in path.split("."))
-    known = next((each for each in OBJECTS.get(name, ()) if each.at == place), None)
+    known = next((each for each in OBJECTS.get(name, ()) if each.at == place and "__wrapped__" not in vars(code_of(thing))), None)
     if known is None or not type(model).__module__.startswith(known.models):
         return UNLISTED_OBJECT
     is_listed = not known.helper or _calls(code_of(thing), known.helper)  # else it is of another version of that pack
