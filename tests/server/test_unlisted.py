@@ -53,7 +53,7 @@ def test_latent_equals_the_stock_graph(kind, served, mode, server, family_checkp
     assert_close(server.sample(graph(cp=MODES[mode])), plain)
 
 
-WHOLE = ("mixes_halves", "needs_halves", "state", "cached", "noted", "noted_in_a_dict", "noted_later", "in_a_global")
+WHOLE = ("mixes_halves", "needs_halves", "state", "cached", "noted", "noted_in_a_dict", "noted_later", "in_a_global", "in_place")
 
 
 @pytest.mark.parametrize(
@@ -66,6 +66,20 @@ def test_patches_that_need_the_whole_batch(kind, served, mode, server, family_ch
     result = server.run(graph(cp=MODES[mode], node="CPSampler"), timeout=240).check()
     assert_close(server.latent(result), expected)
     assert result.report["on_whole_batch"] == ["TestUnlisted"] or (mode == "sharded" and "halves" in kind)  # which has it anyway
+
+
+@pytest.mark.parametrize("kind", ["in_place", "cached"])
+@pytest.mark.parametrize("served", ["sd15"])
+def test_the_next_sampling_of_a_patched_model(kind, served, server, family_checkpoints):
+    """It begins with the whole batch, and with what the first one has noted."""
+    latents = []
+    for cp in (None, {"world_size": 2}):
+        prompt = GRAPHS[served](model_nodes=nodes(kind), cp=cp)
+        first = prompt["sampler"]["inputs"]
+        prompt["second"] = {"class_type": "KSampler", "inputs": {**first, "latent_image": ["sampler", 0], "denoise": 0.8}}
+        prompt["save"]["inputs"]["samples"] = ["second", 0]
+        latents.append(server.sample(prompt, timeout=120))
+    assert_close(latents[1], latents[0])
 
 
 @pytest.mark.parametrize("kind", ["method", "hook"])
@@ -96,6 +110,10 @@ def test_what_goes_wrong_later_is_an_error(policy, served, server, family_checkp
 REFUSED = {
     "random": "draws random numbers",
     "random_later": "draws random numbers",
+    "asks": "it uses memory_usage_factor of the model, which the workers do not have",
+    "asks_for_the_class": "TestUnlisted patched the transformer, and looks at the class of the model",
+    "noted_on_the_patcher": "the workers' model has no test_calls",
+    "partial": "TestUnlisted patched the transformer, and that fails on the workers",
     "on_a_class": "note something where only their own process sees it",
     "uuids": "reads uuids of transformer_options",
 }

@@ -12,6 +12,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import BuiltinFunctionType, FunctionType, SimpleNamespace
 from typing import Any
 
@@ -198,8 +199,9 @@ def map_patches(options: Mapping[str, Any], function: Callable[[str, Any], Any])
 
 
 def code_of(patch: Any) -> Any:
-    """Return the function that a patch is; of another object its class."""
-    patch = getattr(patch, "__func__", patch)
+    """Return the function that a patch is, or calls with arguments of its own; of another object its class."""
+    while isinstance(patch, partial) or hasattr(patch, "__func__"):
+        patch = patch.func if isinstance(patch, partial) else patch.__func__
     return patch if isinstance(patch, (FunctionType, BuiltinFunctionType, type)) else type(patch)
 
 
@@ -208,9 +210,13 @@ def name_of(patch: Any) -> str:
 
 
 def listed(patch: Any) -> Patch | None:
-    """Return the entry of a patch in MIRRORED. A function around another one has that one's name, but is none."""
-    code = code_of(patch)
-    return None if "__wrapped__" in vars(code) else MIRRORED.get(full_name(code))
+    """Return the entry of a patch in MIRRORED."""
+    return None if is_around(patch) else MIRRORED.get(name_of(patch))
+
+
+def is_around(thing: Any) -> bool:
+    """Return whether a function is around another one, whose name it may have."""
+    return isinstance(thing, partial) or "__wrapped__" in vars(code_of(thing))
 
 
 def applied_patches(patcher: Any) -> dict[str, list[Entry]]:

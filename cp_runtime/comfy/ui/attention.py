@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType
@@ -172,7 +172,7 @@ def _name_of(override: Any) -> str | None:
     (function,) = held.values()
     chosen = inspect.unwrap(function)
     for name, known in functions.REGISTERED_ATTENTION_FUNCTIONS.items():
-        if function in (known, inspect.unwrap(known)):
+        if any(function is each for each in _around(known)):
             return str(name) if chosen.__module__ == functions.__name__ else None  # packs may register their own
     if not is_listed:
         return None
@@ -180,6 +180,16 @@ def _name_of(override: Any) -> str | None:
     if made_by == FLASH_OF_PACK:
         return "flash"
     return _sage_mode(chosen) if made_by == SAGE_OF_PACK else None
+
+
+FORM = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS | inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
+
+def _around(function: Any) -> Iterator[Any]:
+    """Yield a function, and those that it wraps."""
+    while function is not None:
+        yield function
+        function = getattr(function, "__wrapped__", None)
 
 
 def _only_calls(override: FunctionType) -> bool:
@@ -190,10 +200,9 @@ def _only_calls(override: FunctionType) -> bool:
         return held(*args, **kwargs)
 
     own, other = override.__code__, calls.__code__
-    alike = (own.co_code, own.co_flags, own.co_argcount, own.co_kwonlyargcount) == (
-        other.co_code, other.co_flags, other.co_argcount, other.co_kwonlyargcount
-    )  # fmt: skip
-    return alike and not own.co_consts[1:] and override.__defaults__ is None
+    if (own.co_code, own.co_argcount, own.co_kwonlyargcount) != (other.co_code, other.co_argcount, other.co_kwonlyargcount):
+        return False
+    return own.co_flags & FORM == other.co_flags & FORM and not own.co_consts[1:] and override.__defaults__ is None
 
 
 def _sage_mode(attention: Callable[..., Any]) -> str | None:

@@ -22,7 +22,7 @@ from ..shared.fingerprint import NOTHING, content_of, digest
 from ..shared.forward import OWN, PATCHES
 from ..shared.objects import Settings, is_ours, write
 from ..shared.pack_objects import OBJECTS, UNLISTED_OBJECT, ObjectPatch
-from ..shared.patches import MIRRORED, UNLISTED, Patch, code_of, listed, map_patches
+from ..shared.patches import MIRRORED, UNLISTED, Patch, code_of, is_around, listed, map_patches
 from ..shared.reached import functions_of_packs, holds_a_model, is_of_pack
 from ..shared.weights import PREFIX
 from .held import Held
@@ -150,7 +150,7 @@ class PatchSet:
         code = written.all_code
         for network in references.networks.values():
             code |= _code[network]
-        key, calls = _counted(model, patcher, code) if noted is not None else ("", 0)
+        key, calls, is_retried = _counted(model, patcher, code) if noted is not None else ("", 0, False)
         whole_batch = bool(key) and _whole_batch.get(model) == _code_in(key)
         whole = UnlistedPatches(tuple(parts or unlisted), patcher, noted, whole_batch, calls) if unlisted else None
         if whole is not None:
@@ -172,18 +172,18 @@ class PatchSet:
             unlisted=whole,
             compares=calls > 0 and calls & (calls - 1) == 0,  # 1, 2, 4, 8, ...: patches may begin to act later
             sent=() if noted is None else noted.notes.sent,
-            restores=whole_batch and calls == 1,
+            restores=is_retried,
         )
 
 
-def _counted(model: nn.Module, patcher: Any, code: Mapping[str, Any]) -> tuple[str, int]:
-    """Return a key of the patches that a call has, by run and code, and the number of the call, of those of a run with their
-    code."""
+def _counted(model: nn.Module, patcher: Any, code: Mapping[str, Any]) -> tuple[str, int, bool]:
+    """Return a key of the patches that a call has, by run and code; the number of the call, of those of a run with their code; and
+    whether it is the last one again, see `take_whole_batch`."""
     key = f"{patcher.cp_run.number} {digest(' '.join(sorted(code)))}"
-    last, calls = _calls_so_far.get(model, ("", 0))
-    calls = calls + 1 if last == key else 1
+    last, before = _calls_so_far.get(model, ("", 0))
+    calls = before + 1 if last == key else 1
     _calls_so_far[model] = key, calls
-    return key, calls
+    return key, calls, last == key and before == 0
 
 
 def take_whole_batch(model: nn.Module) -> None:
@@ -265,7 +265,7 @@ def _check_object(path: str, thing: Any, model: nn.Module) -> ObjectPatch:
         )
     name = name_in_pack(code_of(thing))
     place = ".".join("*" if part.isdecimal() else part for part in path.split("."))
-    known = next((each for each in OBJECTS.get(name, ()) if each.at == place and "__wrapped__" not in vars(code_of(thing))), None)
+    known = next((each for each in OBJECTS.get(name, ()) if each.at == place and not is_around(thing)), None)
     if known is None or not type(model).__module__.startswith(known.models):
         return UNLISTED_OBJECT
     is_listed = not known.helper or _calls(code_of(thing), known.helper)  # else it is of another version of that pack

@@ -21,6 +21,7 @@ from cp_runtime.comfy.rank.objects import read_leaves
 from cp_runtime.comfy.shared.attention import SAGE_MODES, attention_function
 from cp_runtime.comfy.shared.forward import LAYERS, PATCHES
 from cp_runtime.comfy.shared.objects import write
+from cp_runtime.comfy.shared.patches import listed
 from cp_runtime.comfy.ui.attention import _name_of, checked_name
 from cp_runtime.comfy.ui.obstacles import check_classes
 from cp_runtime.comfy.ui.patches import PatchSet
@@ -179,6 +180,17 @@ report(
     once=taken[2] is taken[0],
     short=torch.equal(short, other[:, 3:5]),
 )
+
+# A function around a listed one has its name, and may do something else.
+
+
+def skip(args, extra):
+    return args
+
+
+skip.__module__, skip.__qualname__ = "comfy_extras.nodes_slg", "SkipLayerGuidanceDiT.execute.<locals>.skip"
+around = functools.wraps(skip)(lambda *args: None)
+report(name="listed", itself=listed(skip) is not None, around=[listed(around) is None, listed(functools.partial(skip)) is None])
 
 # Attention that a node chose: what an override of a pack stands for, and what a rank calls for it.
 

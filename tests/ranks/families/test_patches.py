@@ -10,7 +10,9 @@ def reports():
 
 
 @pytest.mark.bits("the same products on one rank")
-@pytest.mark.parametrize("name", ["network", "patches", "left", "residuals", "attention read", "attention called", "layers"])
+@pytest.mark.parametrize(
+    "name", ["network", "patches", "left", "residuals", "listed", "attention read", "attention called", "layers"]
+)
 def test_rebuilt(name, reports):
     for what, value in reports[name].items():
         assert value is True or (isinstance(value, list) and value and all(value)), what

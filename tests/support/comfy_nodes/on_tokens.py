@@ -199,6 +199,46 @@ def hook(transformer: Any) -> Callable[..., None]:
     return remove
 
 
+def another_class(transformer: Any) -> Callable[..., None]:
+    block = transformer.blocks[0]
+    own, block.__class__ = type(block), type("Sub", (type(block),), {})
+    return partial(setattr, block, "__class__", own)
+
+
+def _injected_count(model: ModelPatcher) -> None:
+    """Another effect with every load of the model."""
+    count = {"loads": 0}
+
+    def inject(patcher: Any) -> None:
+        count["loads"] += 1
+        layer = patcher.model.diffusion_model.blocks[0].ffn
+        stock, scale = layer.forward, 0.7 ** count["loads"]
+        layer.forward = lambda x: stock(x) * scale
+
+    def eject(patcher: Any) -> None:
+        del patcher.model.diffusion_model.blocks[0].ffn.forward
+
+    model.set_injections("test_injected", [PatcherInjection(inject, eject)])
+
+
+def _injected_with_a_wrapper(model: ModelPatcher) -> None:
+    """A function in ComfyUI's process looks for what was injected."""
+    _injected(model)
+    model.set_model_unet_function_wrapper(lambda apply_model, args: apply_model(args["input"], args["timestep"], **args["c"]))
+
+
+def _injected_raises(model: ModelPatcher) -> None:
+    def inject(patcher: Any) -> None:
+        if torch.distributed.is_initialized():
+            raise ValueError("this needs the main process")
+
+    def eject(patcher: Any) -> None:
+        pass
+
+    model.set_injections("test_injected", [PatcherInjection(inject, eject)])
+
+
+_injected_class = _injects(another_class)
 _injected_forward, _injected_weights, _injected_modules, _injected_hook = map(
     _injects, (another_forward, other_weights, other_modules, hook)
 )

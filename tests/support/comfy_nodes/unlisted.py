@@ -197,6 +197,45 @@ def _random_later(model: ModelPatcher) -> None:
     model.set_model_input_block_patch(lambda h, options: h + (0.3 * torch.randn_like(h) if options["sigmas"][0] < 10 else 0))
 
 
+def _asks(model: ModelPatcher) -> None:
+    """Asks the model for something that the ranks do not have, and goes on without it."""
+    base = model.model
+    model.set_model_input_block_patch(lambda h, options: h * (1 - 0.2 * getattr(base, "memory_usage_factor", 0)))
+
+
+def _asks_for_the_class(model: ModelPatcher) -> None:
+    model.set_model_input_block_patch(lambda h, options: h * (0.7 if isinstance(model, ModelPatcher) else 1))
+
+
+def _noted_on_the_patcher(model: ModelPatcher) -> None:
+    def patch(h: Tensor, options: dict[str, Any]) -> Tensor:
+        model.test_calls = getattr(model, "test_calls", 0) + 1
+        return h * (1 + 0.1 * model.test_calls)
+
+    model.set_model_input_block_patch(patch)
+
+
+def _partial(model: ModelPatcher) -> None:
+    def fails(scale: float, h: Tensor, options: dict[str, Any]) -> Tensor:
+        if torch.distributed.is_initialized():
+            raise ValueError("this needs the main process")
+        return h * scale
+
+    model.set_model_input_block_patch(partial(fails, 0.9))
+
+
+def _in_place(model: ModelPatcher) -> None:
+    """Changes a tensor of its own, in every call."""
+    buffer = torch.zeros(4)
+
+    def patch(h: Tensor, options: dict[str, Any]) -> Tensor:
+        if options["block"] == ("input", 1):
+            buffer.add_(1)
+        return h * (1 + 0.05 * float(buffer[0]))
+
+    model.set_model_input_block_patch(patch)
+
+
 def _noted(model: ModelPatcher) -> None:
     """Notes something in the transformer that a function in ComfyUI's process reads, as self-attention guidance does."""
     mean = None
