@@ -29,9 +29,7 @@ COMPARED = (1, 2, 4)  # calls of a run that are repeated on one device
 def seconds(server: ComfyServer, ranks: int, steps: int, size: int, nodes: list[NodeSpec]) -> float:
     """Seconds of a step, the median of those whose call is not repeated."""
     cp = {"world_size": ranks, "ranks_per_call": "all"} if ranks > 1 else None
-    prompt = flux_prompt(
-        ckpt="flux_demo", height=size // 8, width=size // 8, tokens=256, steps=steps, guidance=3.5, cp=cp, model_nodes=nodes
-    )
+    prompt = flux_prompt(ckpt="flux_demo", height=size, width=size, tokens=256, steps=steps, guidance=3.5, cp=cp, model_nodes=nodes)
     times = server.step_seconds(server.run(prompt, timeout=3600).check())
     return median(each for step, each in enumerate(times, 2) if step not in COMPARED)
 

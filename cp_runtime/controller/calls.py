@@ -144,6 +144,7 @@ class ModelCall:
     restores: bool = False  # what patches have noted is as it was before the last call, which was given up
     compares: bool = False  # it is to be compared with one device
     all_tokens: bool = False  # its attention needs all tokens of a head at once
+    controlnets: int = 0  # that the ranks compute
     networks: Mapping[str, nn.Module] = field(default_factory=dict)  # networks of patches in the arguments, by key
     code: Code | None = None  # of patches in the arguments
     memory: tuple[float, ...] = ()  # bytes that ComfyUI expects it to take with one item, with two, ...; none of a VAE

@@ -45,6 +45,7 @@ class CallRecord:
     # Of the ranks that took part, from `Chooser.described`; None where there was none
     choice: dict[str, Any] | None = None
     on_all_tokens: tuple[str, ...] = ()  # nodes whose patches every rank ran on all tokens
+    controlnets: int = 0  # that the ranks computed
     on_whole_batch: tuple[str, ...] = ()  # nodes because of whose patches every rank ran all items
 
     @property

@@ -1,10 +1,12 @@
-"""ControlNets: they run in ComfyUI's process, their residuals are added on the ranks, each rank taking its own tokens."""
+"""ControlNets: the ranks compute them, each for its own tokens or items; or ComfyUI's process, and ranks take their part."""
 
 from functools import partial
 
 import pytest
-from support.graphs import flux_prompt
+from support import families
+from support.graphs import family_prompt, flux_prompt
 from support.latents import assert_close, differ
+from support.modes import in_modes
 from support.node_graphs import NEGATIVE, POSITIVE, GraphCase, assert_stock, completed, node, picture
 from support.worlds import alternate
 
@@ -19,7 +21,7 @@ SKIP_FIRST = {
 
 def made_up(**settings):
     """Residuals at random, another one for every block; `control` of the prompt."""
-    return GraphCase(partial(flux_prompt, control={}, **settings), matters=False)
+    return GraphCase(partial(flux_prompt, node="CPSampler", control={}, **settings), matters=False)
 
 
 def real(*, count=1, both=True, end=1.0, **settings):
@@ -35,7 +37,7 @@ def real(*, count=1, both=True, end=1.0, **settings):
         nodes[hint] = picture(*size, seed=5 + number)
         nodes[applied] = node("ControlNetApplyAdvanced", **pair, image=[hint, 0], strength=0.8, end_percent=end)
         pair = {"positive": [applied, 0], "negative": [applied, 1]}
-    return GraphCase(partial(flux_prompt, **settings), nodes, pair if both else {"positive": pair["positive"]})
+    return GraphCase(partial(flux_prompt, node="CPSampler", **settings), nodes, pair if both else {"positive": pair["positive"]})
 
 
 CASES = {
@@ -61,8 +63,83 @@ def stock(server, case):
 
 @pytest.mark.parametrize(("case", "world"), alternate(CASES))
 def test_latent_equals_the_stock_graph(case, world, server):
-    assert_stock(server, CASES[case], {"world_size": world})
+    result = assert_stock(server, CASES[case], {"world_size": world})
     assert len(server.worker_pids()) == world
+    some = "made up" in case or case in ("for some of the steps", "real on the positive only")  # what counts is the last call
+    assert result.report["controlnets"] == (0 if some else 2 if "two" in case else 1)
+
+
+# --- every class that has a plan: `families.controlnets`
+
+KINDS = {
+    "unet": "sd15", "unet, linear": "sdxl", "unet, pooling": "sd15", "flux image": "flux", "flux latent": "flux",
+    "flux inpaint": "flux", "sd3": "sd3", "qwen": "qwen", "hydit": "hydit",
+}  # fmt: skip
+MODES = {
+    "2 ranks": {"world_size": 2},
+    "sharded": {"world_size": 2, "weights": "sharded"},
+    "3 ranks": {"world_size": 3},
+    "4 ranks": {"world_size": 4, "batch_degree": 2},
+}
+
+
+def of_kind(kind, served, count=1, **settings):
+    """The graph of a family's tiny model with ControlNets of one kind, one behind the other."""
+    name, _, form = kind.partition(", ")
+    form = {"linear": {"linear": True}, "pooling": {"pooling": True}}.get(form, {})
+    nodes, pair = {}, {"positive": POSITIVE, "negative": NEGATIVE}
+    for number in range(count):
+        nodes[f"control_net_{number}"] = node("TestControlNet", model=["loader", 0], kind=name, seed=number, **form)
+        nodes[f"hint_{number}"] = picture(80, 96, seed=5 + number)
+        applied = node(
+            "ControlNetApplyAdvanced", **pair, control_net=[f"control_net_{number}", 0], image=[f"hint_{number}", 0], strength=0.5
+        )
+        nodes[f"applied_{number}"] = applied
+        pair = {"positive": [f"applied_{number}", 0], "negative": [f"applied_{number}", 1]}
+    # HunyuanDiT's ControlNet needs entries of the text that `GraphCase` leaves out.
+    graph = partial(family_prompt, families.served()[served][1], steps=1, node="CPSampler") if served == "hydit" else served
+    return GraphCase(graph, nodes, pair, {"cfg": 4.0, **settings})
+
+
+@pytest.mark.parametrize(("mode", "kind", "served"), in_modes(list(KINDS.items()), MODES))
+def test_the_ranks_compute_every_class(mode, kind, served, server, family_checkpoints):
+    for case, count in ((of_kind(kind, served), 1), (of_kind(kind, served, count=2, batch=3, steps=3), 2)):
+        result = assert_stock(server, case, MODES[mode])
+        assert result.report["controlnets"] == count
+
+
+ELSEWHERE = {
+    "a node scales the residuals": ({"model_nodes": [("TestScaledControl", {})]}, {}),
+    "in stages": ({}, {"weights": "staged"}),
+    "in patches": ({"pipefusion": {"stages": 2, "patches": 1}}, {}),
+    "refused in a call": (
+        {"model_nodes": [("TestPatch", {"kind": "innermost_for_a_call"})]}, {"on_unsupported": "single device"}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("why", ELSEWHERE)
+def test_comfyui_computes_what_it_has_to(why, server):
+    """Where the residuals are looked at, and where the ranks do not share a ControlNet."""
+    settings, cp = ELSEWHERE[why]
+    pipeline = settings.get("pipefusion", {})
+    case = real(cfg=4.0, **{name: value for name, value in settings.items() if name != "pipefusion"})
+    expected = server.sample_once(completed(case.build(), server))
+    prompt = completed(case.build(cp={"world_size": 2, **cp}, **({"pipefusion": pipeline} if pipeline else {})), server)
+    result = server.run(prompt, timeout=240).check()
+    assert_close(server.latent(result), expected)
+    assert result.report.get("controlnets", 0) == 0
+
+
+def test_the_same_controlnet_on_one_device_before_and_after(server):
+    case = real(cfg=4.0)
+    latents = []
+    for cp in (None, {"world_size": 2}, None, {"world_size": 2}):
+        latents.append(server.sample(completed(case.build(cp=cp), server)))
+        if cp is not None:
+            server.free()
+    for latent in latents[1:]:
+        assert_close(latent, latents[0])
 
 
 def test_control_matters(server):

@@ -19,7 +19,7 @@ from ...engine.ranks.sharding import BatchShares, Shares, batch_groups
 from ...families.family import FamilyPlan
 from ...nested import tensors
 from ...pool.messages import Call
-from ..shared.forward import CONDITIONINGS
+from ..shared.forward import CONDITIONINGS, CONTROLNETS
 
 log = logging.getLogger("context_parallel.worker")
 
@@ -45,7 +45,7 @@ _ELSEWHERE = """
     a_timestep input_ids position_ids prefix_indexes prefix_keys prefix_mask prefix_time prefix_values ref_image_grid_thw
     ref_patches ref_pixel_values reference_images text_input_ids token_types vinput_mask
 """
-STACKED_ELSEWHERE, UNSTACKED_ELSEWHERE = frozenset(_ELSEWHERE.split()), frozenset({"ar_len"})
+STACKED_ELSEWHERE, UNSTACKED_ELSEWHERE = frozenset((*_ELSEWHERE.split(), CONTROLNETS)), frozenset({"ar_len"})
 COND_KINDS = "cond_or_uncond"  # in transformer_options: the kind of each of the batch's equal parts
 
 

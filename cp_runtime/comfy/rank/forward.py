@@ -22,13 +22,14 @@ from ...errors import PlanError
 from ...families.family import FamilyPlan
 from ...nested import form_of, map_tensors, tensors
 from ..shared.attention import attention_function
-from ..shared.forward import ATTENTION, CONDITIONINGS, LAYERS, PATCHES, SPARSE
+from ..shared.forward import ATTENTION, CONDITIONINGS, CONTROLNETS, LAYERS, PATCHES, SPARSE
 from .attention import attention_by_name, attention_override, compiled_attention
 from .batch import COND_KINDS, share_out, take_items
 from .layers import functions_of
 from .sparse import SparseAttention
 
 if TYPE_CHECKING:
+    from .controlnets import Residuals
     from .patches import CallPatches
 
 SHARED = ("control", "transformer_options")  # arguments that every run of a forward gets unchanged
@@ -49,6 +50,11 @@ def run_sharded(
     For the other arguments see `InstalledPlan.call`.
     """
     plan = installed.plan
+    arguments, residuals = dict(arguments), None
+    if (controlnets := arguments.pop(CONTROLNETS, None)) is not None:
+        from .controlnets import residuals_of  # which needs ComfyUI, as what follows
+
+        residuals = residuals_of(controlnets, mesh, planner, on_module)
     with installed.call(mesh, planner, on_module, weights, kind) as call:
         options = {**(arguments.get("transformer_options") or {})}
         chosen, layers = options.pop(ATTENTION, None), options.pop(LAYERS, ())
@@ -71,7 +77,9 @@ def run_sharded(
             in_place, names = patches.in_place(installed.model, call), names | patches.attention_names
         named = {**arguments, "transformer_options": options}
         call.state.arguments = named
-        if arguments.get("control") is not None:
+        if residuals is not None:
+            named["control"] = _own_control(residuals, call.state, plan)
+        elif arguments.get("control") is not None:
             named["control"] = _local_control(arguments, call.state, plan)
         gates = nullcontext() if sparse is None else sparse.gates(installed.model)
         with in_place, gates, attention_by_name(names, override), serving(compiled_attention(call)):
@@ -91,6 +99,21 @@ def _local_control(arguments: Mapping[str, Any], state: CallState, plan: FamilyP
         else:
             local[kind] = [_copied(r, device) if isinstance(r, Tensor) else r for r in residuals]
     return local
+
+
+def _own_control(residuals: Residuals, state: CallState, plan: FamilyPlan) -> dict[str, Any]:
+    """Return the residuals that this rank has computed, for its forward."""
+    own: dict[str, Any] = {}
+    for kind, each in residuals.items():
+        if kind not in plan.control and any(residual is not None for residual in each):
+            takes = ", ".join(plan.control) or "none"
+            raise PlanError(f"a ControlNet gave residuals of kind {kind}, and {plan.family} takes {takes}")
+        streams = plan.control.get(kind) if plan.shares_sequence else None
+        if streams and residuals.lengths:
+            own[kind] = OwnResiduals(each, state, (streams,) if isinstance(streams, str) else streams, residuals)
+        else:
+            own[kind] = list(each)
+    return own
 
 
 def _copied(residual: Tensor, device: torch.device) -> Tensor:
@@ -131,9 +154,7 @@ class LocalResiduals(Sequence[Tensor | None]):
     def _local(self, residual: Tensor | None) -> Tensor | None:
         if residual is None:
             return None
-        # Whole once the tokens are gathered, and before any are split: a patch may skip the first blocks.
-        known = self._state.lengths.keys() >= set(self._streams)
-        whole = self._state.on_all or not known or self._state.whole.issuperset(self._streams)
+        whole = self._is_whole()
         key = residual.data_ptr()
         local = self._copies.pop((key, whole), None)
         if local is None:
@@ -143,6 +164,12 @@ class LocalResiduals(Sequence[Tensor | None]):
             self._copies[key, whole] = local
         return local
 
+    def _is_whole(self) -> bool:
+        """Whether the forward adds to all tokens now: once they are gathered, and before any are split, as a patch may skip the
+        first blocks."""
+        known = self._state.lengths.keys() >= set(self._streams)
+        return self._state.on_all or not known or self._state.whole.issuperset(self._streams)
+
     def _take(self, residual: Tensor) -> Tensor:
         layout = self._state.layout(self._streams)
         segments = [segment for stream in layout.held[self._state.rank] for segment in stream]
@@ -150,6 +177,23 @@ class LocalResiduals(Sequence[Tensor | None]):
             raise PlanError(f"a ControlNet gave residuals for {residual.shape[1]} tokens, and this model has {layout.total}")
         parts = [residual[:, start:stop] for start, stop in segments]
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+class OwnResiduals(LocalResiduals):
+    """ControlNet residuals that this rank has computed for its tokens. They are gathered where the forward adds to all tokens, or
+    has further ones, such as those of a reference."""
+
+    def __init__(self, own: Sequence[Tensor | None], state: CallState, streams: tuple[str, ...], residuals: Residuals) -> None:
+        self._residuals, self._state, self._streams, self._all = list(own), state, streams, residuals
+
+    def _local(self, residual: Tensor | None) -> Tensor | None:
+        if residual is None:
+            return None
+        if self._is_whole():
+            return self._all.whole(residual)
+        if tuple(self._state.layout(self._streams).local_lengths) == self._all.lengths:
+            return residual
+        return self._take(self._all.whole(residual))
 
 
 def run_staged(

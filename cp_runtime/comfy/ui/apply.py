@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import comfy.model_management
@@ -17,6 +18,8 @@ from ...controller.run_stats import RunStats, unit_of
 from ...engine.measuring import device_driver, device_name
 from ...errors import UnsupportedError, bad_value
 from ...pool.config import RuntimeConfig
+from ...pool.settings import STAGED
+from .controlnets import deferred
 from .interception import check_forward
 from .names import kind_of
 from .obstacles import check_model, check_stages, conditions_obstacle
@@ -27,6 +30,8 @@ from .watching import has_foreign_control, takes_foreign_part
 
 log = logging.getLogger("context_parallel")
 
+_sampling: list[ExitStack] = []
+"""What is to be undone after the running samplings, the innermost last."""
 WRAPPER, TIMER = "context_parallel", "context_parallel_timer"
 
 
@@ -97,7 +102,11 @@ def prepare_sampling(executor: Callable[..., Any], model: Any, noise_shape: Any,
     """Check the conditions before the model is loaded, when it can still be loaded in this process instead."""
     if isinstance(model, ContextParallelPatcher):
         watched = model.cp_run.watched or has_foreign_control(conds)
-        model.cp_run = Run(next(RUNS), conditions_obstacle(conds), *call_memory(model, noise_shape, conds), watched)
+        obstacle = conditions_obstacle(conds)
+        model.cp_run = Run(next(RUNS), obstacle, *call_memory(model, noise_shape, conds), watched)
+        in_stages = model.cp_config.pipeline is not None or model.cp_config.weights == STAGED
+        if obstacle is None and not in_stages and _sampling:
+            _sampling[-1].enter_context(deferred(conds))
     return executor(model, noise_shape, conds, **kwargs)
 
 
@@ -109,6 +118,7 @@ def cleaned_up(executor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     guider = executor.class_obj  # type: ignore[attr-defined]
     if isinstance(guider.model_patcher, ContextParallelPatcher):
         guider.model_patcher.cp_run = Run(watched=takes_foreign_part(guider, args[2] if len(args) > 2 else kwargs["sampler"]))
+    _sampling.append(ExitStack())
     try:
         return executor(*args, **kwargs)
     except BaseException:
@@ -118,6 +128,8 @@ def cleaned_up(executor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             except Exception:
                 log.exception("a ControlNet or an additional model could not be cleaned up after an error")
         raise
+    finally:
+        _sampling.pop().close()
 
 
 def call_memory(model: Any, noise_shape: Any, conds: dict[str, Any]) -> tuple[float, float]:
@@ -155,7 +167,7 @@ def timed(patcher: Any) -> Any:
         executor: Callable[..., Any], x: Any, t: Any, c_concat: Any = None, c_crossattn: Any = None, control: Any = None,
         *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        timer.enter({"x": x, "concat": c_concat, "control": control, **kwargs})
+        timer.enter({"x": x, "concat": c_concat, "control": getattr(control, "links", control), **kwargs})
         out = executor(x, t, c_concat, c_crossattn, control, *args, **kwargs)
         timer.leave()
         return out

@@ -27,18 +27,20 @@ from ...families import PLANS, class_name
 from ...nested import tensors
 from ...pool.config import RuntimeConfig
 from ..shared.assigned import names_in
-from ..shared.forward import CONDITIONINGS
+from ..shared.forward import CONDITIONINGS, CONTROLNETS
 from ..shared.objects import write
 from ..shared.patches import applied_patches
 from ..shared.reached import functions_of_packs
 from ..shared.weights import PREFIX, model_dtype
+from .controlnets import DeferredControl
 from .fingerprints import code_of_patches
 from .injections import injected
+from .names import key_of
 from .noted import METHODS, innermost_method, loaded, replaced_in
 from .notes import on_ranks
 from .obstacles import check_call, compile_of, computes_here, options_for_ranks, unsent
 from .options import SENDABLE, plain_options
-from .patches import take_whole_batch
+from .patches import code_of_networks, take_whole_batch
 from .unlisted import NeedsWholeBatch
 from .watching import has_foreign_wrapper
 
@@ -123,6 +125,12 @@ class WorkerForward(Replacement):
         except UnsupportedError as error:
             owner.refuse_call(error)
             return self.stock(*args, **kwargs)
+        control, networks, code = arguments.get("control"), dict(patches.networks), dict(patches.code)
+        if isinstance(control, DeferredControl) and control.links:
+            del arguments["control"]
+            arguments[CONTROLNETS] = [each.encoded for each in control.links]
+            networks |= {key_of(each.network): each.network for each in control.links}
+            code |= code_of_networks(each.network for each in control.links)
         chosen = attention.encoded
         if owner.cp_config.pipeline is not None and options.get("uuids"):
             chosen[CONDITIONINGS] = [f"{owner.cp_run.number} {name}" for name in options["uuids"]]
@@ -143,8 +151,9 @@ class WorkerForward(Replacement):
             memory=memory_of_items(owner.model, latent),
             memory_scale=owner.cp_run.memory_scale,
             compile=compiled,
-            networks=patches.networks,
-            code=code_of_patches(patches.code, patches.sent),
+            controlnets=len(arguments.get(CONTROLNETS, ())),
+            networks=networks,
+            code=code_of_patches(code, patches.sent),
             encode_network=lambda network: write(network).leaves,
         )
         try:

@@ -25,6 +25,7 @@ from ..shared.fingerprint import NOTHING, classes_of
 from ..shared.patches import applied_patches
 from ..shared.weights import PREFIX
 from .attention import ChosenAttention, attention_of
+from .controlnets import DeferredControl
 from .fingerprints import OF_MODEL, ModelFingerprint, check_code, check_network
 from .injections import ejected
 from .noted import replaced_in
@@ -179,6 +180,8 @@ def unsent(what: str) -> UnsupportedError:
 
 
 def _check_control(model: nn.Module, control: Mapping[str, Any] | None) -> None:
+    if isinstance(control, DeferredControl) and control.links and PLANS[class_name(model)].control:
+        return  # the ranks will know its kinds
     given = {kind for kind, residuals in (control or {}).items() if any(residual is not None for residual in residuals)}
     if not given:
         return

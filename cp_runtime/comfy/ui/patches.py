@@ -26,6 +26,7 @@ from ..shared.patches import MIRRORED, UNLISTED, Patch, code_of, is_around, list
 from ..shared.reached import functions_of_packs, holds_a_model, is_of_pack
 from ..shared.weights import PREFIX
 from .held import Held
+from .names import key_of
 from .noted import FORWARDS, METHODS, NotedHere, paths_of, replaced_in
 from .pack_nodes import display_name, made_by, name_in_pack, node_of
 from .unlisted import UnlistedPatches
@@ -42,10 +43,8 @@ REFUSED: Mapping[str, str] = {
 }
 CLASS_OF = frozenset({"isinstance", "issubclass", "type", "vars", "dir"})
 _WITHOUT = {name: known.without for name, known in MIRRORED.items() if known.without}
-_keys: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 _code: WeakKeyDictionary[nn.Module, Mapping[str, Any]] = WeakKeyDictionary()
 """Code of the networks of patches, by name."""
-_numbers = itertools.count()
 _whole_batch: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 """The code of the last patches of a UNet that need all of a batch on every rank."""
 _calls_so_far: WeakKeyDictionary[nn.Module, tuple[str, int]] = WeakKeyDictionary()
@@ -135,9 +134,7 @@ class PatchSet:
             if references.takes_own:
                 _check_looks(unlisted, patcher)
                 written = write({**things, "own": {name: getattr(patcher.model, name) for name in OWN}}, settings)
-            for network in references.networks.values():
-                if network not in _code:
-                    _code[network] = write(network).all_code
+            of_networks = code_of_networks(references.networks.values())
         except MirrorError as error:
             by = _maker([*objects.values(), *(patch for patch, _ in checked)], references)
             raise UnsupportedError(f"{by} patched the transformer with something that cannot be sent: {error}.") from error
@@ -147,9 +144,7 @@ class PatchSet:
                 f"{made_by(unlisted[0])} needs all tokens at once, which no stage has. Set weights of CP Config "
                 "to auto, and leave CP PipeFusion out."
             )
-        code = written.all_code
-        for network in references.networks.values():
-            code |= _code[network]
+        code = {**written.all_code, **of_networks}
         key, calls, is_retried = _counted(model, patcher, code) if noted is not None else ("", 0, False)
         whole_batch = bool(key) and _whole_batch.get(model) == _code_in(key)
         whole = UnlistedPatches(tuple(parts or unlisted), patcher, noted, whole_batch, calls) if unlisted else None
@@ -174,6 +169,16 @@ class PatchSet:
             sent=() if noted is None else noted.notes.sent,
             restores=is_retried,
         )
+
+
+def code_of_networks(networks: Iterable[nn.Module]) -> dict[str, Any]:
+    """Return the code of networks by name. Raises MirrorError: one cannot be sent."""
+    code: dict[str, Any] = {}
+    for network in networks:
+        if network not in _code:
+            _code[network] = write(network).all_code
+        code |= _code[network]
+    return code
 
 
 def _counted(model: nn.Module, patcher: Any, code: Mapping[str, Any]) -> tuple[str, int, bool]:
@@ -311,7 +316,7 @@ class _References:
             self.takes_own = True
             return "own", "patcher" if is_patcher else "model"
         if is_patcher:
-            key = _keys.setdefault(value.model, f"m{next(_numbers)}")
+            key = key_of(value.model)
             self.networks[key] = value.model
             return "network", key
         if is_ours(value):

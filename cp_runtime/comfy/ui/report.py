@@ -88,6 +88,7 @@ def _of_ranks(model: ContextParallelPatcher, result: RunResult, last: CallRecord
         "weights": _weights(model),
         "on_all_tokens": last.on_all_tokens,
         "on_whole_batch": last.on_whole_batch,
+        "controlnets": last.controlnets,
         "pipeline": _pipeline(config, result, last),
         # Of the last call: kinds of compiled blocks, uncompiled ones with reasons, and rank 0's compilations since its start.
         "compiled": {"kinds": outcome.compiled.kinds, "left": outcome.compiled.left, **outcome.compiled.counts},
@@ -184,6 +185,7 @@ def summarise(report: dict[str, Any], words: Words) -> list[str]:
             for name in ("on_all_tokens", "on_whole_batch")
             if (nodes := report.get(name))
         ),
+        *([say("report.controlnets", count=report["controlnets"])] if report.get("controlnets") else []),
         *([say("report.some", some=words.choice(report["choice"]))] if report["choice"] else []),
         say("report.waiting", share=f"{report['communication_share']:.0%}"),
     ]

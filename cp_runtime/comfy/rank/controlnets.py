@@ -1,0 +1,75 @@
+"""ControlNets on a rank: each computes this rank's tokens, or its items of the batch, before the model does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from comfy.controlnet import ControlBase, StrengthType
+from torch import Tensor, nn
+
+from ...engine.call import Planner
+from ...engine.hooks import InstalledPlan
+from ...engine.ranks.mesh import SequenceMesh
+from ...engine.state import CallState
+from ...errors import PlanError
+from ...families.controlnets import ControlNetPlan, controlnet_plan
+from .attention import attention_by_name, attention_override
+from .patches import ATTACHED
+
+Whole = Callable[[Tensor], Tensor]
+_installed: WeakKeyDictionary[nn.Module, InstalledPlan[ControlNetPlan]] = WeakKeyDictionary()
+
+
+class Residuals(dict[str, Sequence[Tensor | None]]):
+    """Residuals by kind, each with this rank's tokens.
+
+    Args:
+        lengths: of these on every rank; empty = they are no tokens.
+        whole: gathers the tokens of all ranks.
+    """
+
+    def __init__(self, kinds: Mapping[str, Sequence[Tensor | None]], lengths: Sequence[int], whole: Whole) -> None:
+        super().__init__(kinds)
+        self.lengths, self.whole = tuple(lengths), whole
+
+
+def residuals_of(
+    controlnets: Sequence[Mapping[str, Any]], mesh: SequenceMesh, planner: Planner, on_module: Callable[[], None] | None
+) -> Residuals:
+    """Compute a chain of ControlNets, as `ui.controlnets` has encoded it, for the ranks of a call."""
+    merged: Any = None
+    lengths: set[tuple[int, ...]] = set()
+    for each in controlnets:
+        network = ATTACHED[each["key"]].model
+        out, found = _run(network, each["arguments"], mesh, planner, on_module)
+        lengths.add(found)
+        settings: Any = SimpleNamespace(**{**each, "strength_type": StrengthType[each["strength_type"]]})
+        merged = ControlBase.control_merge(settings, out, merged, None)
+    if len(lengths) > 1:
+        raise PlanError(f"ControlNets of one chain have different tokens: {sorted(lengths)}")
+    (own,) = lengths
+    return Residuals(merged, own, partial(_gathered, mesh, own))
+
+
+def _run(
+    network: nn.Module, arguments: Mapping[str, Any], mesh: SequenceMesh, planner: Planner, on_module: Callable[[], None] | None
+) -> tuple[Any, tuple[int, ...]]:
+    """Return the residuals of one ControlNet, and the numbers of their tokens on all ranks."""
+    plan = controlnet_plan(network)
+    assert plan is not None, type(network)
+    installed = _installed.get(network)
+    if installed is None:
+        installed = _installed[network] = InstalledPlan(network, plan)
+    with installed.call(mesh, planner, on_module) as call, attention_by_name(plan.attention_names, attention_override(call)):
+        out = installed.forward(network.forward, **arguments)
+        state: CallState = call.state
+        return out, tuple(state.layout((plan.stream,)).local_lengths) if plan.stream else ()
+
+
+def _gathered(mesh: SequenceMesh, lengths: Sequence[int], residual: Tensor) -> Tensor:
+    (whole,) = mesh.whole.all_gather([residual], lengths, 1)
+    return whole

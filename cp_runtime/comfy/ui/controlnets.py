@@ -1,0 +1,143 @@
+"""ControlNets on the ranks. ComfyUI's process prepares what a ControlNet gets, hint and embeddings; its network runs on the ranks,
+as a part of the denoise call, and its residuals stay there.
+
+Whoever else looks into the residuals gets ComfyUI's: they are computed here then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import comfy.controlnet
+import comfy.model_management
+import torch
+from torch import nn
+
+from ...families.controlnets import controlnet_plan
+from .names import key_of
+
+KINDS = (comfy.controlnet.ControlNet,)  # not those that compute with the model's weights, nor those of node packs
+ALIKE = ("strength", "strength_type", "global_average_pooling")
+"""What `ControlBase.control_merge` reads of a ControlNet."""
+
+
+@dataclass(frozen=True)
+class Deferred:
+    """A ControlNet's part of one call. `arguments`: of its network, by name."""
+
+    control: Any
+    network: nn.Module
+    arguments: Mapping[str, Any]
+
+    @property
+    def encoded(self) -> dict[str, Any]:
+        """Return it as plain data and tensors, for the ranks."""
+        merge = {name: getattr(self.control, name) for name in ALIKE}
+        return {
+            "key": key_of(self.network),
+            "arguments": dict(self.arguments),
+            **merge,
+            "strength_type": merge["strength_type"].name,
+        }
+
+    def computed(self, before: Any) -> Any:
+        """Compute it here, added to residuals `before`."""
+        comfy.model_management.load_models_gpu([self.control.control_model_wrapped])
+        with torch.no_grad():
+            return comfy.controlnet.ControlBase.control_merge(self.control, self.network(**self.arguments), before, None)
+
+
+class DeferredControl(dict[str, Any]):
+    """Residuals of a chain of ControlNets: computed here when code looks into them, unless the ranks do that. `links`: first to
+    last; empty once they are computed."""
+
+    def __init__(self, links: tuple[Deferred, ...]) -> None:
+        super().__init__()
+        self.links = links
+
+    def fill(self) -> None:
+        links, self.links = self.links, ()
+        out = None
+        for each in links:
+            out = each.computed(out)
+        dict.update(self, out or {})
+
+
+def _filling(name: str) -> Any:
+    method = getattr(dict, name)
+
+    def filled(self: DeferredControl, *args: Any, **kwargs: Any) -> Any:
+        self.fill()
+        return method(self, *args, **kwargs)
+
+    return filled
+
+
+for _name in (
+    "__getitem__", "__setitem__", "__delitem__", "__iter__", "__len__", "__contains__", "__eq__", "__or__", "__repr__",
+    "__reversed__", "__reduce_ex__", "get", "items", "values", "keys", "pop", "popitem", "copy", "setdefault", "update", "clear",
+):  # fmt: skip
+    setattr(DeferredControl, _name, _filling(_name))
+
+
+class Recorder:
+    """Stands for the network of a ControlNet during a run on the ranks: notes a call's arguments instead of computing."""
+
+    def __init__(self, network: nn.Module) -> None:
+        self.network, self.is_active = network, True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.network, name)
+
+    def __call__(self, **arguments: Any) -> Any:
+        return Recorded(arguments) if self.is_active else self.network(**arguments)
+
+
+class Recorded(dict[str, Any]):
+    """The arguments of a network's call."""
+
+
+def deferred(conds: Mapping[str, Any]) -> ExitStack:
+    """Have the ControlNets of a run's conditions leave their networks to the ranks, until the stack is closed."""
+    undo = ExitStack()
+    for control in _controls(conds):
+        if type(control) in KINDS and controlnet_plan(control.control_model) is not None:
+            recorder = Recorder(control.control_model)
+            undo.callback(setattr, control, "control_model", control.control_model)
+            undo.callback(setattr, recorder, "is_active", False)
+            control.control_model = recorder
+            for name, instead in (("control_merge", _merge), ("get_models", _models)):
+                setattr(control, name, instead.__get__(control))
+                undo.callback(delattr, control, name)
+    return undo
+
+
+def _controls(conds: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield every ControlNet once."""
+    seen: set[int] = set()
+    for cond in (cond for part in conds.values() for cond in part or ()):
+        control = cond.get("control")
+        while control is not None and id(control) not in seen:
+            seen.add(id(control))
+            yield control
+            control = control.previous_controlnet
+
+
+def _merge(self: Any, control: Any, before: Any, output_dtype: torch.dtype | None) -> Any:
+    stock: Callable[..., Any] = type(self).control_merge
+    if not isinstance(control, Recorded):
+        return stock(self, control, before, output_dtype)
+    own = Deferred(self, self.control_model.network, control)
+    links = before.links if isinstance(before, DeferredControl) else ()
+    if output_dtype is not None or (before is not None and not links):
+        return own.computed(before)
+    return DeferredControl((*links, own))
+
+
+def _models(self: Any) -> list[Any]:
+    """Return the models that ComfyUI loads here: those of other ControlNets of the chain."""
+    models: list[Any] = [] if self.previous_controlnet is None else self.previous_controlnet.get_models()
+    return models

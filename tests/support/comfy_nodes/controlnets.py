@@ -1,0 +1,109 @@
+"""ControlNets in memory, of the shapes that ComfyUI's loaders make, with weights at random."""
+
+from typing import Any
+
+import comfy.cldm.cldm
+import comfy.cldm.mmdit
+import comfy.ldm.flux.controlnet
+import comfy.ldm.hydit.controlnet
+import comfy.ldm.qwen_image.controlnet
+import comfy.ops
+import torch
+from comfy.controlnet import ControlNet, StrengthType
+from torch import Tensor
+
+from .node import node
+
+SCALE = 0.2
+
+
+def wide(image: Tensor) -> Tensor:
+    """A hint with the channels of a latent."""
+    return image.repeat(1, 6, 1, 1)[:, :16]
+
+
+def wide_frame(image: Tensor) -> Tensor:
+    return wide(image).unsqueeze(2)
+
+
+def narrow(image: Tensor) -> Tensor:
+    return image.repeat(1, 2, 1, 1)[:, :4]
+
+
+LATENT: dict[str, Any] = {"compression_ratio": 1}
+FLUX = comfy.ldm.flux.controlnet.ControlNetFlux
+KINDS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "unet": (comfy.cldm.cldm.ControlNet, {"hint_channels": 3}, {}),
+    "flux image": (FLUX, {}, {"extra_conds": ["y", "guidance"]}),
+    "flux latent": (
+        FLUX,
+        {"latent_input": True, "num_union_modes": 3, "control_latent_channels": 16},
+        {**LATENT, "extra_conds": ["y", "guidance"], "preprocess_image": wide},
+    ),
+    "flux inpaint": (
+        FLUX,
+        {"latent_input": True, "control_latent_channels": 17},
+        {**LATENT, "extra_conds": ["y", "guidance"], "preprocess_image": wide, "concat_mask": True},
+    ),
+    "sd3": (comfy.cldm.mmdit.ControlNet, {"num_blocks": 2, "control_latent_channels": 16}, {**LATENT, "preprocess_image": wide}),
+    "qwen": (
+        comfy.ldm.qwen_image.controlnet.QwenImageControlNetModel,
+        {},
+        {**LATENT, "extra_conds": [], "preprocess_image": wide_frame},
+    ),
+    "hydit": (
+        comfy.ldm.hydit.controlnet.HunYuanControlNet,
+        {},
+        {
+            **LATENT,
+            "extra_conds": [
+                "text_embedding_mask",
+                "encoder_hidden_states_t5",
+                "text_embedding_mask_t5",
+                "image_meta_size",
+                "style",
+            ],
+            "preprocess_image": narrow,
+        },
+    ),
+}
+
+
+@node("CONTROL_NET", model="MODEL", kind=list(KINDS))
+def TestControlNet(model: Any, kind: str, seed: int = 0, linear: bool = False, pooling: bool = False, blocks: int = 0) -> Any:
+    """A ControlNet for a model, as large as it. `linear`: its strength grows with the depth; `pooling`: one value per channel;
+    `blocks`: of Flux's with two streams, and no others."""
+    cls, own, settings = KINDS[kind]
+    config = {**model.model.model_config.unet_config, **own}
+    for name in ("image_model", "disable_unet_model_creation", "dtype", *(["out_channels"] if kind == "unet" else [])):
+        config.pop(name, None)
+    if blocks:
+        config |= {"depth": blocks, "depth_single_blocks": 0}
+    network = cls(**config, dtype=torch.float32, device="cpu", operations=comfy.ops.disable_weight_init)
+    if kind == "hydit":  # which always has 19 blocks: as many as the model has skipped connections
+        count = model.model.diffusion_model.depth // 2 - 1
+        network.blocks, network.after_proj_list = network.blocks[:count], network.after_proj_list[:count]
+    draw = torch.Generator().manual_seed(seed)
+    for weight in network.parameters():
+        weight.data = torch.randn(weight.shape, generator=draw) * (SCALE if weight.ndim < 2 else weight[0].numel() ** -0.5)
+        weight.requires_grad_(False)
+    strength = StrengthType.LINEAR_UP if linear else StrengthType.CONSTANT
+    return ControlNet(
+        network.eval(), load_device=model.load_device, strength_type=strength, global_average_pooling=pooling, **settings
+    )
+
+
+@node("MODEL", again=True, model="MODEL")
+def TestScaledControl(model: Any) -> Any:
+    """Halves the residuals of every call, as nodes for soft weights do."""
+
+    def call(apply_model: Any, args: dict[str, Any]) -> Any:
+        control = args["c"].get("control")
+        if control is not None:
+            halved = {kind: [None if each is None else each * 0.5 for each in residuals] for kind, residuals in control.items()}
+            args["c"]["control"] = halved
+        return apply_model(args["input"], args["timestep"], **args["c"])
+
+    patched = model.clone()
+    patched.set_model_unet_function_wrapper(call)
+    return patched
