@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch import nn
-
 from ..engine.plan import ModulePlan, ShardingPlan
 from . import flux, hydit, joint
 
@@ -69,8 +67,4 @@ UNET = ControlNetPlan(
     outputs={},
 )
 CONTROLNETS: Mapping[str, ControlNetPlan] = {plan.model_class: plan for plan in (FLUX, SD3, QWEN_IMAGE, HUNYUAN_DIT, UNET)}
-
-
-def controlnet_plan(network: nn.Module) -> ControlNetPlan | None:
-    """Return the plan of a ControlNet's network; None = ComfyUI's process computes it."""
-    return CONTROLNETS.get(f"{type(network).__module__}.{type(network).__qualname__}")
+"""By the class of the network; ComfyUI's process computes all others."""

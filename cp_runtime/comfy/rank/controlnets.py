@@ -16,7 +16,8 @@ from ...engine.hooks import InstalledPlan
 from ...engine.ranks.mesh import SequenceMesh
 from ...engine.state import CallState
 from ...errors import PlanError
-from ...families.controlnets import ControlNetPlan, controlnet_plan
+from ...families import class_name
+from ...families.controlnets import CONTROLNETS, ControlNetPlan
 from .attention import attention_by_name, attention_override
 from .patches import ATTACHED
 
@@ -59,8 +60,7 @@ def _run(
     network: nn.Module, arguments: Mapping[str, Any], mesh: SequenceMesh, planner: Planner, on_module: Callable[[], None] | None
 ) -> tuple[Any, tuple[int, ...]]:
     """Return the residuals of one ControlNet, and the numbers of their tokens on all ranks."""
-    plan = controlnet_plan(network)
-    assert plan is not None, type(network)
+    plan = CONTROLNETS[class_name(network)]
     installed = _installed.get(network)
     if installed is None:
         installed = _installed[network] = InstalledPlan(network, plan)

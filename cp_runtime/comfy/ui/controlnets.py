@@ -16,7 +16,8 @@ import comfy.model_management
 import torch
 from torch import nn
 
-from ...families.controlnets import controlnet_plan
+from ...families import class_name
+from ...families.controlnets import CONTROLNETS
 from .names import key_of
 
 KINDS = (comfy.controlnet.ControlNet,)  # not those that compute with the model's weights, nor those of node packs
@@ -104,7 +105,7 @@ def deferred(conds: Mapping[str, Any]) -> ExitStack:
     """Have the ControlNets of a run's conditions leave their networks to the ranks, until the stack is closed."""
     undo = ExitStack()
     for control in _controls(conds):
-        if type(control) in KINDS and controlnet_plan(control.control_model) is not None:
+        if type(control) in KINDS and class_name(control.control_model) in CONTROLNETS:
             recorder = Recorder(control.control_model)
             undo.callback(setattr, control, "control_model", control.control_model)
             undo.callback(setattr, recorder, "is_active", False)
