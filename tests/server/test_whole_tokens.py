@@ -13,16 +13,19 @@ GRAPHS = {
     "wan": partial(wan_prompt, cfg=4.0, width=72, height=56, steps=4),
     "qwen": partial(family_prompt, families.served()["qwen"][1], cfg=4.0, steps=4),
 }
-KINDS = {
-    "flux": (
-        "attention_output", "queries", "replaced_block", "forward", "injected", "image_only", "written_options",
-    ),
-    "wan": (
-        "queries", "mean", "replaced_block", "forward", "injected", "picture", "cached_block",
-        "decides_by_tokens", "fewer_blocks", "method", "outer_forward",
-    ),
-    "qwen": ("mean", "replaced_block", "forward", "injected", "picture", "cached_block", "decides_by_tokens"),
-}  # fmt: skip
+MODELS = {
+    **dict.fromkeys(("replaced_block", "forward", "injected"), ("flux", "wan", "qwen")),
+    **dict.fromkeys(("mean", "picture", "cached_block", "decides_by_tokens"), ("wan", "qwen")),
+    "queries": ("flux", "wan"),
+    **dict.fromkeys(("attention_output", "image_only", "written_options"), ("flux",)),
+    **dict.fromkeys(("fewer_blocks", "method", "outer_forward"), ("wan",)),
+}
+BY_COUNT = {count: [(kind, models) for kind, models in MODELS.items() if len(models) == count] for count in (3, 2, 1)}
+CASES = [
+    case
+    for count, kinds in BY_COUNT.items()
+    for case in in_modes([(model, kind) for kind, models in kinds for model in models], variants=count)
+]
 
 
 def nodes(kind):
@@ -30,7 +33,7 @@ def nodes(kind):
 
 
 @pytest.mark.parametrize("served", ["qwen"])
-@pytest.mark.parametrize(("mode", "model", "kind"), in_modes([(model, kind) for model, kinds in KINDS.items() for kind in kinds]))
+@pytest.mark.parametrize(("mode", "model", "kind"), CASES)
 def test_latent_equals_the_stock_graph(model, kind, mode, served, server, family_checkpoints):
     graph = GRAPHS[model]
     expected, plain = (server.sample_once(graph(model_nodes=each)) for each in (nodes(kind), []))
