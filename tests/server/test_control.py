@@ -131,6 +131,16 @@ def test_comfyui_computes_what_it_has_to(why, server):
     assert result.report.get("controlnets", 0) == 0
 
 
+def test_a_controlnet_that_cannot_be_sent(server):
+    nodes = {
+        "control_net": node("TestControlNet", model=["loader", 0], kind="flux image", blocks=1, hooked=True),
+        "hint": picture(64, 64, seed=5),
+        "applied": node("ControlNetApplyAdvanced", positive=POSITIVE, negative=NEGATIVE, image=["hint", 0], strength=0.5),
+    }
+    case = GraphCase(partial(flux_prompt, node="CPSampler"), nodes, {"positive": ["applied", 0]})
+    assert assert_stock(server, case, {"world_size": 2}).report["controlnets"] == 0
+
+
 def test_the_same_controlnet_on_one_device_before_and_after(server):
     case = real(cfg=4.0)
     latents = []

@@ -8,6 +8,7 @@ weights are loaded in this process: unpatched as they are meanwhile, they must n
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
@@ -43,6 +44,8 @@ from .options import SENDABLE, plain_options
 from .patches import code_of_networks, take_whole_batch
 from .unlisted import NeedsWholeBatch
 from .watching import has_foreign_wrapper
+
+log = logging.getLogger("context_parallel")
 
 IN_PLACE = ("control",)  # residuals: each rank copies only its part
 RAISED = frozenset({"RuntimeError", "ValueError", "TypeError", "IndexError", "KeyError", "AssertionError", "AttributeError"})
@@ -127,10 +130,15 @@ class WorkerForward(Replacement):
             return self.stock(*args, **kwargs)
         control, networks, code = arguments.get("control"), dict(patches.networks), dict(patches.code)
         if isinstance(control, DeferredControl) and control.links:
-            del arguments["control"]
-            arguments[CONTROLNETS] = [each.encoded for each in control.links]
-            networks |= {key_of(each.network): each.network for each in control.links}
-            code |= code_of_networks(each.network for each in control.links)
+            try:
+                code |= code_of_networks(each.network for each in control.links)
+            except MirrorError as error:
+                log.info("ControlNets are computed by ComfyUI's process: %s", error)
+                arguments["control"] = dict(control)
+            else:
+                del arguments["control"]
+                arguments[CONTROLNETS] = [each.encoded for each in control.links]
+                networks |= {key_of(each.network): each.network for each in control.links}
         chosen = attention.encoded
         if owner.cp_config.pipeline is not None and options.get("uuids"):
             chosen[CONDITIONINGS] = [f"{owner.cp_run.number} {name}" for name in options["uuids"]]

@@ -70,9 +70,11 @@ KINDS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 
 
 @node("CONTROL_NET", model="MODEL", kind=list(KINDS))
-def TestControlNet(model: Any, kind: str, seed: int = 0, linear: bool = False, pooling: bool = False, blocks: int = 0) -> Any:
+def TestControlNet(
+    model: Any, kind: str, seed: int = 0, linear: bool = False, pooling: bool = False, blocks: int = 0, hooked: bool = False
+) -> Any:
     """A ControlNet for a model, as large as it. `linear`: its strength grows with the depth; `pooling`: one value per channel;
-    `blocks`: of Flux's with two streams, and no others."""
+    `blocks`: of Flux's with two streams, and no others; `hooked`: a hook changes what a block gives."""
     cls, own, settings = KINDS[kind]
     config = {**model.model.model_config.unet_config, **own}
     for name in ("image_model", "disable_unet_model_creation", "dtype", *(["out_channels"] if kind == "unet" else [])):
@@ -87,6 +89,8 @@ def TestControlNet(model: Any, kind: str, seed: int = 0, linear: bool = False, p
     for weight in network.parameters():
         weight.data = torch.randn(weight.shape, generator=draw) * (SCALE if weight.ndim < 2 else weight[0].numel() ** -0.5)
         weight.requires_grad_(False)
+    if hooked:
+        network.controlnet_blocks[0].register_forward_hook(lambda module, args, out: out * 0.5)
     strength = StrengthType.LINEAR_UP if linear else StrengthType.CONSTANT
     return ControlNet(
         network.eval(), load_device=model.load_device, strength_type=strength, global_average_pooling=pooling, **settings
