@@ -115,6 +115,10 @@ class Unlisted(Protocol):
     def on_whole_batch(self) -> tuple[str, ...]:
         """Nodes because of whose patches every rank runs all items of a batch, of a model that splits no tokens."""
 
+    @property
+    def may_need_whole_batch(self) -> bool:
+        """Whether the call may be made again with all items on every rank."""
+
     def check_devices(self, names: Sequence[str]) -> None:
         """Raise UnsupportedError if ranks on these devices may disagree about what the patches make of the same tokens."""
 
@@ -151,6 +155,10 @@ class ModelCall:
     memory_scale: float = 1.0  # expected memory of the call / these
     compile: CompileSettings | None = None  # of the model's blocks; None = uncompiled
     sampling: bool = True  # part of a sampling run, unlike the calls of a VAE
+
+    @property
+    def may_be_retried(self) -> bool:
+        return self.unlisted is not None and self.unlisted.may_need_whole_batch
 
     def kind(self, key: str) -> str:
         return kind_of(f"{key} {self.method}", self.arguments)

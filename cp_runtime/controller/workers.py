@@ -245,7 +245,7 @@ class Workers:
             compile_or_raise=config.on_unsupported == "error",
             cancel_every=self.pace.modules_per_check(kind, ranks),
             pipeline=config.staged if self.models.resident[key].choice.placement == STAGED else None,
-            is_repeated=call.unlisted is not None and not repeats,
+            is_repeated=(call.compares or call.may_be_retried) and not repeats,
             restores=call.restores and not repeats,
             repeats=repeats,
             dropped=dropped,

@@ -100,9 +100,14 @@ class RuntimeConfig:
             raise bad_value("stages", stages, allowed, "Change it, or the number of GPUs.")
         given = {"ulysses_degree": self.sequence.ulysses_degree, "ring_degree": self.sequence.ring_degree}
         for name, degree in (given | {"batch_degree": self.batch_degree}).items():
-            if degree > 1 and (self.pipeline is not None or self.weights == STAGED):
+            if degree > 1 and self.in_stages:
                 remedy = "Leave the degrees at 0: stages take their place."
                 raise bad_value(name, degree, "0 or 1 where the model is staged", remedy)
+
+    @property
+    def in_stages(self) -> bool:
+        """Whether the config says that the model's blocks are divided into stages."""
+        return self.pipeline is not None or self.weights == STAGED
 
     @property
     def staged(self) -> PipelineSettings:
@@ -112,7 +117,7 @@ class RuntimeConfig:
     @property
     def ranks_per_stage(self) -> int:
         """Ranks that compute the same blocks, if the config says so; else all."""
-        return self.world_size // (self.staged.stages if self.pipeline is not None or self.weights == STAGED else 1)
+        return self.world_size // (self.staged.stages if self.in_stages else 1)
 
     @property
     def chooses_ranks(self) -> bool:

@@ -18,7 +18,6 @@ from ...controller.run_stats import RunStats, unit_of
 from ...engine.measuring import device_driver, device_name
 from ...errors import UnsupportedError, bad_value
 from ...pool.config import RuntimeConfig
-from ...pool.settings import STAGED
 from .controlnets import deferred
 from .interception import check_forward
 from .names import kind_of
@@ -104,8 +103,7 @@ def prepare_sampling(executor: Callable[..., Any], model: Any, noise_shape: Any,
         watched = model.cp_run.watched or has_foreign_control(conds)
         obstacle = conditions_obstacle(conds)
         model.cp_run = Run(next(RUNS), obstacle, *call_memory(model, noise_shape, conds), watched)
-        in_stages = model.cp_config.pipeline is not None or model.cp_config.weights == STAGED
-        if obstacle is None and not in_stages and _sampling:
+        if obstacle is None and not model.cp_config.in_stages and _sampling:
             _sampling[-1].enter_context(deferred(conds))
     return executor(model, noise_shape, conds, **kwargs)
 

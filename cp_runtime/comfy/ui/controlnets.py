@@ -6,7 +6,7 @@ Whoever else looks into the residuals gets ComfyUI's: they are computed here the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,7 @@ from torch import nn
 from ...families import class_name
 from ...families.controlnets import CONTROLNETS
 from .names import key_of
+from .watching import controls_of
 
 KINDS = (comfy.controlnet.ControlNet,)  # not those that compute with the model's weights, nor those of node packs
 ALIKE = ("strength", "strength_type", "global_average_pooling")
@@ -104,7 +105,7 @@ class Recorded(dict[str, Any]):
 def deferred(conds: Mapping[str, Any]) -> ExitStack:
     """Have the ControlNets of a run's conditions leave their networks to the ranks, until the stack is closed."""
     undo = ExitStack()
-    for control in _controls(conds):
+    for control in controls_of(conds):
         if type(control) in KINDS and class_name(control.control_model) in CONTROLNETS:
             recorder = Recorder(control.control_model)
             undo.callback(setattr, control, "control_model", control.control_model)
@@ -114,17 +115,6 @@ def deferred(conds: Mapping[str, Any]) -> ExitStack:
                 setattr(control, name, instead.__get__(control))
                 undo.callback(delattr, control, name)
     return undo
-
-
-def _controls(conds: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield every ControlNet once."""
-    seen: set[int] = set()
-    for cond in (cond for part in conds.values() for cond in part or ()):
-        control = cond.get("control")
-        while control is not None and id(control) not in seen:
-            seen.add(id(control))
-            yield control
-            control = control.previous_controlnet
 
 
 def _merge(self: Any, control: Any, before: Any, output_dtype: torch.dtype | None) -> Any:

@@ -20,7 +20,6 @@ from ...engine.compiled import CompileSettings
 from ...errors import MirrorError, PlanError, UnsupportedError
 from ...families import PLANS, class_name, most_stages, plan_for, splits_tokens
 from ...pool.config import RuntimeConfig
-from ...pool.settings import STAGED
 from ..shared.fingerprint import NOTHING, classes_of
 from ..shared.patches import applied_patches
 from ..shared.weights import PREFIX
@@ -34,6 +33,7 @@ from .packs import running_code
 from .patches import PatchSet
 from .runtime import multiplies_nvfp4
 from .values import value_of
+from .watching import controls_of
 from .weight_patches import written_patches
 
 _REMEDY = "Remove that node, or set on_unsupported of CP Config to 'single device'."
@@ -98,13 +98,13 @@ def check_experts(model: nn.Module, devices: Iterable[str]) -> None:
 def check_stages(patcher: Any, config: RuntimeConfig) -> None:
     """Refuse a model that cannot run in the stages or patches of a config."""
     plan, pipeline = PLANS[class_name(patcher.model.diffusion_model)], config.pipeline
-    if (config.weights == STAGED or pipeline is not None) and plan.unstaged:
+    if config.in_stages and plan.unstaged:
         raise UnsupportedError(
             f"{plan.family} cannot be divided into stages: {plan.unstaged}. Set weights of CP Config to auto, and remove "
             "CP PipeFusion."
         )
     stages, most = config.staged.stages, most_stages(patcher.model.diffusion_model)
-    if (config.weights == STAGED or pipeline is not None) and stages > most:
+    if config.in_stages and stages > most:
         setting = "world_size of CP Config" if pipeline is None else "stages of CP PipeFusion"
         raise UnsupportedError(
             f"{plan.family} cannot be divided into {stages} stages: this model has {most} blocks. Set {setting} to at most {most}, "
@@ -139,8 +139,7 @@ def options_for_ranks(
             raise UnsupportedError("autoregressive sampling keeps state inside the transformer.")
         in_patches, model = config.pipeline is not None and config.pipeline.patches > 1, patcher.model.diffusion_model
         attention, options = attention_of(options, model, config, TORCH_COMPILE_KWARGS in patcher.model_options, again)
-        in_stages = config.pipeline is not None or config.weights == STAGED
-        patches = PatchSet.of(options, model, latent, patcher, in_patches, in_stages, instead)
+        patches = PatchSet.of(options, model, latent, patcher, in_patches, config.in_stages, instead)
     except UnsupportedError as error:
         raise UnsupportedError(f"{error} {_REMEDY}") from error
     for network in patches.networks.values() if again else ():
@@ -159,12 +158,9 @@ def compile_of(patcher: Any) -> CompileSettings | None:
 
 def conditions_obstacle(conds: Mapping[str, Any]) -> str | None:
     """Return the part of a sampling run's conditions that needs the model's weights in this process, or None."""
-    for cond in (cond for part in conds.values() for cond in part or ()):
-        control = cond.get("control")
-        while control is not None:
-            if isinstance(control, _READING_WEIGHTS):
-                return f"a ControlNet ({type(control).__name__}) computes with the model's own weights. {_REMEDY}"
-            control = control.previous_controlnet
+    for control in controls_of(conds):
+        if isinstance(control, _READING_WEIGHTS):
+            return f"a ControlNet ({type(control).__name__}) computes with the model's own weights. {_REMEDY}"
     return None
 
 

@@ -19,13 +19,18 @@ def takes_foreign_part(guider: Any, sampler: Any) -> bool:
 
 def has_foreign_control(conds: Mapping[str, Any]) -> bool:
     """Return whether a run's conditions have a ControlNet of a class that is not ComfyUI's."""
+    return any(is_foreign(type(control)) for control in controls_of(conds))
+
+
+def controls_of(conds: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield every ControlNet of a run's conditions once, with those before it in its chain."""
+    seen: set[int] = set()
     for cond in (cond for part in conds.values() for cond in part or ()):
         control = cond.get("control")
-        while control is not None:
-            if is_foreign(type(control)):
-                return True
+        while control is not None and id(control) not in seen:
+            seen.add(id(control))
+            yield control
             control = control.previous_controlnet
-    return False
 
 
 def has_foreign_wrapper(options: Mapping[str, Any]) -> bool:
