@@ -83,12 +83,12 @@ MODES = {
 }
 
 
-def of_kind(kind, served, count, **settings):
-    """The graph of a family's tiny model with ControlNets of one kind, one behind the other."""
+def two_of_kind(kind, served, **settings):
+    """The graph of a family's tiny model with two ControlNets of one kind, one behind the other."""
     name, _, form = kind.partition(", ")
     form = {"linear": {"linear": True}, "pooling": {"pooling": True}}.get(form, {})
     nodes, pair = {}, {"positive": POSITIVE, "negative": NEGATIVE}
-    for number in range(count):
+    for number in range(2):
         nodes[f"control_net_{number}"] = node("TestControlNet", model=["loader", 0], kind=name, seed=number, **form)
         nodes[f"hint_{number}"] = picture(80, 96, seed=5 + number)
         applied = node(
@@ -103,8 +103,7 @@ def of_kind(kind, served, count, **settings):
 
 @pytest.mark.parametrize(("mode", "kind", "served"), in_modes(list(KINDS.items()), MODES))
 def test_the_ranks_compute_every_class(mode, kind, served, server, family_checkpoints):
-    """Two, one behind the other."""
-    result = assert_stock(server, of_kind(kind, served, count=2, batch=3, steps=3), MODES[mode])
+    result = assert_stock(server, two_of_kind(kind, served, batch=3, steps=3), MODES[mode])
     assert result.report["controlnets"] == 2
 
 

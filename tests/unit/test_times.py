@@ -41,6 +41,8 @@ LATENT, TEXT, MASK = torch.zeros(1, 16, 8, 8), torch.zeros(1, 8, 64), torch.zero
         ({"vace_context": torch.zeros(1, 1, 96, 1, 8, 8)}, True),
         ({"ref_mask_latents": torch.zeros(1, 28, 1, 8, 8)}, True),
         ({"control": {"input": [torch.zeros(1, 320, 8, 8)]}}, True),
+        ({"cp_controlnets": ({"arguments": {"hint": torch.zeros(1, 3, 64, 64)}},)}, True),
+        ({"cp_controlnets": ({"arguments": {"context": torch.zeros(1, 9, 64)}},)}, False),
         ({"context": torch.zeros(1, 9, 64)}, False),
         ({"attention_mask": torch.zeros(1, 9)}, False),
         ({"clip_text_pooled": torch.zeros(1, 9)}, False),

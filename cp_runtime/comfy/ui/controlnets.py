@@ -68,6 +68,11 @@ class DeferredControl(dict[str, Any]):
         dict.update(self, out or {})
 
 
+def sizes_of(control: Any) -> Any:
+    """Return what tells kinds of calls with residuals apart, without computing any."""
+    return tuple(each.arguments for each in control.links) if isinstance(control, DeferredControl) and control.links else control
+
+
 def _filling(name: str) -> Any:
     method = getattr(dict, name)
 

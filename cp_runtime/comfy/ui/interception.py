@@ -137,7 +137,7 @@ class WorkerForward(Replacement):
                 arguments["control"] = dict(control)
             else:
                 del arguments["control"]
-                arguments[CONTROLNETS] = [each.encoded for each in control.links]
+                arguments[CONTROLNETS] = tuple(each.encoded for each in control.links)  # of a list, texts would count as its kind
                 networks |= {key_of(each.network): each.network for each in control.links}
         chosen = attention.encoded
         if owner.cp_config.pipeline is not None and options.get("uuids"):
