@@ -72,7 +72,7 @@ def measure(pool: WorkerPool, latent: tuple[int, ...], text: tuple[int, ...], ca
 def module_hook() -> Callable[[], None]:
     """What a rank does at every planned module, where it does not look for Cancel."""
     worker = Worker.__new__(Worker)
-    worker.notes, worker._runs = cast(Any, SimpleNamespace(modules=0)), False
+    worker.notes, worker._runs, worker.rank = cast(Any, SimpleNamespace(modules=0)), False, 0
     return worker.module_hook(0)
 
 

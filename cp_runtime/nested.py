@@ -67,6 +67,11 @@ def stored(tensor: Tensor) -> list[Tensor]:
     return [part for name in flatten()[0] for part in stored(getattr(tensor, name))]
 
 
+def is_plain(value: Any) -> bool:
+    """Return whether a value is a tensor of torch's own class, and no parameter."""
+    return type(value) in (Tensor,) and not isinstance(value, Parameter)
+
+
 def is_plain_storage_subclass(tensor: Tensor) -> bool:
     """Return whether a tensor is plain memory under a class that adds attributes and no operators, as GGUF loaders have one."""
     cls = type(tensor)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from support import card_cases, checkpoints, families, preloaded
 from support.graphs import NodeSpec, Prompt, family_prompt, flux_prompt, wan_prompt
+from support.node_graphs import completed, two_controlnets
 from support.vae_graphs import vae_prompt
 from torch import Tensor
 
@@ -16,6 +17,17 @@ from .section import Section
 from .server import LARGEST, ROUNDING, Server, largest, new_models, over_stock
 
 FAMILIES = ("qwen", "sdxl", "mochi", "hidream", "sd3", "ltxv")
+PATCHED = {
+    "TestOnTokens": {
+        "flux": ("attention_output", "replaced_block", "forward", "injected"),
+        "wan": ("mean", "queries", "decides_by_tokens", "outer_forward"),
+        "qwen": ("picture", "cached_block"),
+    },
+    "TestUnlisted": {"sdxl": ("picture", "closures", "injected", "inner_forward", "own_model", "mixes_halves", "cached")},
+}
+"""Nodes that attach what no table lists, and its kinds by model: the ranks run it, on all tokens or the whole batch."""
+CONTROLNETS = {"flux": "flux latent", "sdxl": "unet", "sd3": "sd3", "qwen": "qwen"}
+"""Kinds of ControlNets that the ranks compute, by model."""
 FP8 = {
     "Flux, weight_dtype fp8": partial(flux_prompt, weight_dtype="fp8_e4m3fn"),
     "Flux, fp8 scaled": partial(flux_prompt, ckpt="flux_fp8"),
@@ -54,11 +66,14 @@ def comfy(section: Section) -> None:
                 raise RuntimeError(f"tiny models: {failed[-300:]}")
             cases |= {name: (partial(family_prompt, served[name]), {}) for name in FAMILIES}
     again = {name: cases[name] for name in AGAIN if name in cases}
+    graphs = {**cases, "flux": cases["Flux"], "wan": cases.get("Wan", cases["Flux"])}
     exact = {}
     with section.part("float32"), Server(section, models, "--fp32-unet") as server:
         exact = server.compare_cases(cases, ", float32")
         for name, graph in () if section.few else FP8.items():
             server.compare_rounding(f"{name}, quantised", graph(), graph(cp=server.cp), exact["Flux"])
+        if not section.few:
+            _compare_patched(server, {name: graph for name, (graph, _) in graphs.items()})
     if not section.few:
         with section.part("bfloat16"), Server(section, models, "--bf16-unet") as server:
             for name in (name for name in AGAIN if name in exact):
@@ -67,6 +82,17 @@ def comfy(section: Section) -> None:
     if not (section.few and section.rehearse):
         with section.part("without DynamicVRAM"), Server(section, models, "--fp32-unet", "--disable-dynamic-vram") as server:
             server.compare_cases(again, ", without DynamicVRAM")
+
+
+def _compare_patched(server: Server, graphs: dict[str, partial[Prompt]]) -> None:
+    """Nodes of packs, and two ControlNets in a chain. `graphs`: of the models, by name."""
+    for patch, models in PATCHED.items():
+        for model, kind in ((model, kind) for model, kinds in models.items() for kind in kinds):
+            graph = partial(graphs[model], cfg=4.0, steps=4, model_nodes=[(patch, {"kind": kind})])
+            server.compare(f"{model}, {patch} {kind}", graph(), graph(cp=server.cp))
+    for model, kind in CONTROLNETS.items():
+        case = two_controlnets(partial(graphs[model], node="CPSampler"), kind, steps=3)
+        server.compare(f"{model}, two ControlNets", *(completed(case.build(cp=cp), server) for cp in (None, server.cp)))
 
 
 def vae(section: Section) -> None:
@@ -116,8 +142,8 @@ def _of_largest_value(out: Tensor, stock: Tensor) -> float:
 def compiled(section: Section) -> None:
     """Blocks that torch compiles, against the uncompiled stock graph; then seconds per call of large Flux blocks in bfloat16.
 
-    `largest` is in float32, relative to the standard deviation of the latent; another size must compile nothing. A rehearsal
-    compiles for Python, on CPU ranks.
+    `largest` is in float32, relative to the standard deviation of the latent. torch compiles once more for a second size, and not
+    for a third. A rehearsal compiles for Python, on CPU ranks.
     """
     compiling = ("TestPatch", {"kind": "compile_eager"}) if section.rehearse else ("TorchCompileModel", {"backend": "inductor"})
     models = new_models()
@@ -144,16 +170,16 @@ def _reported(server: Server, graph: partial[Prompt], *nodes: NodeSpec) -> tuple
 
 
 def _compare_compiled(section: Section, server: Server, name: str, compiling: NodeSpec) -> None:
-    """Sample two sizes, compiled on the ranks, then without anything of it: what a rank compiled goes with the model."""
-    rounds, sizes = name in EXACT and section.device != "cpu", ({}, {"width": 96})
+    """Sample three sizes, compiled on the ranks, then without anything of it: what a rank compiled goes with the model."""
+    rounds, sizes = name in EXACT and section.device != "cpu", ({}, {"width": 96}, {"width": 128})
     outs, reports = zip(*(_reported(server, partial(COMPILED[name], **size), compiling) for size in sizes), strict=True)
     differences = []
     for size, out in zip(sizes, outs, strict=True):
         expected, _ = server.measured(COMPILED[name](**size))
         exact = server.measured(COMPILED[EXACT[name]](**size))[0] if rounds else None
         differences.append(largest(out, expected) if exact is None else over_stock(out, expected, exact))
-    first, later = (report["compiled"] for report in reports)
-    worst, more = max(differences), later["graphs"] - first["graphs"]
+    first, second, third = (report["compiled"] for report in reports)
+    worst, more = max(differences), third["graphs"] - second["graphs"]
     good = bool(first["kinds"]) and not first["left"] and not more and worst <= (ROUNDING if rounds else LARGEST)
     figures = {"rms_over_stock" if rounds else "largest": worst, "kinds": len(first["kinds"]), "left": list(first["left"])}
-    section.check(name, good, **figures, graphs_of_another_size=more)
+    section.check(name, good, **figures, graphs_of_a_third_size=more)

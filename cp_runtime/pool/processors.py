@@ -1,9 +1,10 @@
-"""Processors for a rank that computes on a device: those near it, and a few threads."""
+"""Processors for what the host does beside devices: those near a rank's device, and few threads."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,18 @@ def bind_near(device: torch.device, ranks: int) -> None:
     if near := _cores_near(device) & cores:
         with contextlib.suppress(OSError):  # a container may forbid it
             system.set_affinity(near)
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Have this thread's operations run on it alone, while active. A call's tensors are so small that it takes longer to wake
+    sixteen threads than to copy them: 11 ms of a call beside an H200, 3 ms without."""
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(count)
 
 
 def _cores_near(device: torch.device) -> set[int]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..nested import map_tensors
 from .messages import Packed
+from .processors import one_thread
 from .protocol import TensorPacker, Tree, flatten, read_tensor, unflatten
 
 CACHE_LIMIT = 512 << 20  # bytes kept per rank
@@ -34,6 +35,7 @@ class CallEncoder:
         self._numbers = itertools.count()
         self._in_step = True  # whether the ranks keep what `_kept` says
 
+    @one_thread()
     def encode(self, arguments: dict[str, Any], changing: Set[str]) -> tuple[Tree, tuple[str, ...] | None, TensorPacker]:
         """Return the arguments as a tree, keys that ranks are to forget (None: all), and the tensors to send. Ranks do not keep
         those of `changing`, arguments that change with every call."""

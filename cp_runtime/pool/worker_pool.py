@@ -51,6 +51,7 @@ from .messages import (
 )  # fmt: skip
 from .peers import MIN_SPEEDUP, Connection, check_peers, fallback_of
 from .processes import WAITING, RankProcess
+from .processors import one_thread
 from .progress import Progress
 from .protocol import TensorPacker, read_tensor, unflatten
 from .remote import INTERFACES
@@ -275,7 +276,8 @@ class WorkerPool:
         before = self._seq
         with self._running(command, request.brief), self.named_errors(command):
             self._sent = packer.nbytes
-            packer.write(self.shared.request.view(packer.nbytes))
+            with one_thread():
+                packer.write(self.shared.request.view(packer.nbytes))
             try:
                 self._send(request, timeout, packer.nbytes, kept)
                 # From here on: this process may have been stopped after the first rank was told and before the last.
@@ -322,7 +324,7 @@ class WorkerPool:
             block = torch.frombuffer(self._result, dtype=torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8)
         else:
             block = self.shared.response.view(nbytes)
-        with self.named_errors("copying the result"):
+        with self.named_errors("copying the result"), one_thread():
             value = unflatten(replies[0].value, lambda leaf: read_tensor(block, leaf).to(device, copy=True))
         self.trim(self._sent)
         return value

@@ -26,7 +26,7 @@ BOUND = 1e-5  # of float32, relative to the standard deviation
 HALF_BOUND = 5e-2
 FLUX_BYTES = 28.9e6
 CASES = cases(2)
-OFTEN = ("Flux, CFG, batch, odd size", ("ltxv", "decode"))
+OFTEN = ("Flux, CFG, batch, odd size", "Wan, a patch", ("ltxv", "decode"))
 """What `make test` computes on cards: CPU ranks have every other graph."""
 
 

@@ -7,7 +7,7 @@ from support import families
 from support.graphs import family_prompt, flux_prompt
 from support.latents import assert_close, differ
 from support.modes import in_modes
-from support.node_graphs import NEGATIVE, POSITIVE, GraphCase, assert_stock, completed, node, picture
+from support.node_graphs import NEGATIVE, POSITIVE, GraphCase, assert_stock, completed, node, picture, two_controlnets
 from support.worlds import alternate
 
 SIZE = {"width": 72, "height": 104}
@@ -84,21 +84,11 @@ MODES = {
 
 
 def two_of_kind(kind, served, **settings):
-    """The graph of a family's tiny model with two ControlNets of one kind, one behind the other."""
+    """The graph of a family's tiny model with two ControlNets."""
     name, _, form = kind.partition(", ")
-    form = {"linear": {"linear": True}, "pooling": {"pooling": True}}.get(form, {})
-    nodes, pair = {}, {"positive": POSITIVE, "negative": NEGATIVE}
-    for number in range(2):
-        nodes[f"control_net_{number}"] = node("TestControlNet", model=["loader", 0], kind=name, seed=number, **form)
-        nodes[f"hint_{number}"] = picture(80, 96, seed=5 + number)
-        applied = node(
-            "ControlNetApplyAdvanced", **pair, control_net=[f"control_net_{number}", 0], image=[f"hint_{number}", 0], strength=0.5
-        )
-        nodes[f"applied_{number}"] = applied
-        pair = {"positive": [f"applied_{number}", 0], "negative": [f"applied_{number}", 1]}
     # HunyuanDiT's ControlNet needs entries of the text that `GraphCase` leaves out.
     graph = partial(family_prompt, families.served()[served][1], steps=1, node="CPSampler") if served == "hydit" else served
-    return GraphCase(graph, nodes, pair, {"cfg": 4.0, **settings})
+    return two_controlnets(graph, name, {form: True} if form else {}, **settings)
 
 
 @pytest.mark.parametrize(("mode", "kind", "served"), in_modes(list(KINDS.items()), MODES))

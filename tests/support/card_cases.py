@@ -28,6 +28,7 @@ def on_one_mesh() -> Cases:
         "Wan": (partial(wan_prompt, cfg=4.0), {}),
         "Wan, odd size": (partial(wan_prompt, width=72, height=56, frames=5, tokens=15), {}),
         "Wan, sequence only": (partial(wan_prompt, cfg=4.0), {"batch_degree": 1}),
+        "Wan, a patch": (partial(wan_prompt, cfg=4.0, steps=3, model_nodes=[("TestOnTokens", {"kind": "picture"})]), {}),
     }
 
 

@@ -9,6 +9,7 @@ import functools
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -194,6 +195,21 @@ def codec(channels: int, space: int = 8, time: int = 4) -> NodeSpec:
 
 def picture(width: int, height: int, frames: int = 1, seed: int = 4) -> NodeSpec:
     return node("TestImage", seed=seed, width=width, height=height, frames=frames)
+
+
+def two_controlnets(
+    graph: str | Callable[..., Prompt], kind: str, form: Mapping[str, Any] = MappingProxyType({}), **settings: Any
+) -> GraphCase:
+    """Two ControlNets of one kind of TestControlNet's, one behind the other. `form`: more of its inputs."""
+    nodes: dict[str, NodeSpec] = {}
+    pair = {"positive": POSITIVE, "negative": NEGATIVE}
+    for number in range(2):
+        loaded, hint, applied = f"control_net_{number}", f"hint_{number}", f"applied_{number}"
+        nodes[loaded] = node("TestControlNet", model=["loader", 0], kind=kind, seed=number, **form)
+        nodes[hint] = picture(80, 96, seed=5 + number)
+        nodes[applied] = node("ControlNetApplyAdvanced", **pair, control_net=[loaded, 0], image=[hint, 0], strength=0.5)
+        pair = {"positive": [applied, 0], "negative": [applied, 1]}
+    return GraphCase(graph, nodes, pair, {"cfg": 4.0, **settings})
 
 
 def vision(tokens: int = 257, width: int = 1280, seed: int = 3) -> NodeSpec:

@@ -293,6 +293,16 @@ def test_the_lowest_number_hides_a_whole_chunk_of_a_ring(run_on_cards):
     run_on_cards(LOWEST_MASK, cards="count=1")
 
 
+@pytest.mark.parametrize("kernel", [each.name for each in KERNELS if each.name in ("cpu", "math")])
+def test_a_row_that_large_numbers_hide_is_the_mean(kernel):
+    """As from torch's kernels, which nobody reads: "math" gave the sum, a thousand times as much of a thousand keys."""
+    q, k, v = (torch.randn(1, 2, 24, 64) for _ in range(3))
+    mask = torch.zeros(1, 1, 24, 24)
+    mask[:, :, 3] = torch.finfo(torch.float32).min
+    out, _ = attend_with_lse(q, k, v, mask, kernel=kernel)
+    torch.testing.assert_close(out[:, :, 3], v.mean(2))
+
+
 ORDER = """
 from cp_runtime.engine.attention.kernels import select
 

@@ -1,5 +1,6 @@
 """A rank on a GPU takes few threads, and cores near it."""
 
+import contextlib
 import os
 from types import SimpleNamespace
 
@@ -70,3 +71,13 @@ def test_a_container_may_forbid_it(machine, monkeypatch):
     machine[1]("4-5")
     processors.bind_near(CUDA, 2)
     assert machine[0].threads == 4
+
+
+def test_a_call_is_copied_by_one_thread_and_others_have_theirs_back():
+    count = torch.get_num_threads()
+    for error in (None, ValueError):
+        with pytest.raises(error) if error else contextlib.nullcontext(), processors.one_thread():
+            assert torch.get_num_threads() == 1
+            if error:
+                raise error
+        assert torch.get_num_threads() == count

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from ...compat import versions
 from ...errors import MirrorError
+from ...nested import is_plain
 from .assigned import assigned
 from .fingerprint import PLAIN, content_of, digest, fields_of, type_name
-from .objects import write
+from .objects import Settings, write
 from .reached import functions_of_packs, holds_a_model, is_of_pack, named_globals, own_fields, reached
 
 _JSON = (type(None), bool, int, float, str)
@@ -139,10 +140,29 @@ _Look = tuple[Any, str, int, Any, Any]
 
 def _contents(value: Any) -> object:
     try:
-        written = write(value)
+        written = write(value, _CONTENTS)
     except MirrorError as error:  # with something that no process can be sent: an open file, a lock
         return str(error)
-    return written.data, [(id(owner), versions([owner])) for owner in written.owners]
+    return written.data, [_Numbers(owner, versions([owner])) for owner in written.owners]
+
+
+_CONTENTS = Settings(devices=False)
+
+
+@dataclass(eq=False)
+class _Numbers:
+    """A tensor as it is now, wherever it lies: nodes move their modules to the device in their first call."""
+
+    tensor: Tensor
+    versions: object
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Numbers):
+            return NotImplemented
+        one, two = self.tensor, other.tensor
+        if one is two:
+            return self.versions == other.versions
+        return one.device != two.device and one.dtype == two.dtype and torch.equal(one.cpu(), two.cpu())
 
 
 def sample(tensor: Tensor) -> bytes:
@@ -255,7 +275,7 @@ class _Words:
         return self._next - 1
 
     def _tensor(self, value: Tensor) -> Any:
-        if type(value) is not Tensor or value.layout is not torch.strided:
+        if not is_plain(value) or value.layout is not torch.strided:
             raise MirrorError(f"patches note a tensor of the class {type(value).__name__}, which cannot be sent")
         dtype = str(value.dtype).removeprefix("torch.")
         return ["tensor", self._number_of(value), dtype, list(value.shape), list(value.stride()), value.device.type == "cpu"]

@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 
 from ...compat import global_hooks, hooks_of
 from ...errors import MirrorError
-from ...nested import is_plain_storage_subclass
+from ...nested import is_plain, is_plain_storage_subclass
 from ...recent import Recent
 from .assigned import set_later
 from .fingerprint import CACHED, Code, alone, bodies_in, code_of, content_of, fields_of, found
@@ -103,6 +103,7 @@ class Settings(NamedTuple):
         refer: returns plain data for what a rank has otherwise, a tuple; None for all else.
         methods: methods of single modules and hooks travel as well: all of the model's tokens pass through them.
         without: attributes of objects that a rank does not need, and finds as None, by the name of their class.
+        devices: also where tensors lie; without, what was moved is written alike.
     """
 
     later: bool = True
@@ -112,6 +113,7 @@ class Settings(NamedTuple):
     refer: Callable[[Any], Any] | None = None
     methods: bool = False
     without: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+    devices: bool = True
 
 
 _USUAL = Settings()
@@ -240,7 +242,7 @@ class _Writer(Pickler):
     def persistent_id(self, value: Any) -> Any:
         if self._settings.refer is not None and (reference := self._settings.refer(value)) is not None:
             return reference
-        if type(value) is not Tensor or value.layout is not torch.strided or is_lazy(value) or value.is_quantized:
+        if not is_plain(value) or value.layout is not torch.strided or is_lazy(value) or value.is_quantized:
             return None
         if id(value) not in self._numbers:
             if value.nbytes <= INLINE:
@@ -271,7 +273,7 @@ class _Writer(Pickler):
         if kind is CACHED:
             return self._by_name(value, value.__wrapped__)
         if kind is torch.device:
-            return own_device, (value.type,)
+            return own_device, (value.type if self._settings.devices else "",)
         if kind is object:
             raise MirrorError("an object() that code compares by identity cannot be sent to the workers")
         if issubclass(kind, ModuleType):
@@ -289,16 +291,16 @@ class _Writer(Pickler):
             inner, context = value.__tensor_flatten__()  # type: ignore[attr-defined]
             parts = {name: getattr(value, name) for name in inner}
             if parameter:
-                parts = {name: self._number(part, part) if type(part) is Tensor else part for name, part in parts.items()}
+                parts = {name: self._number(part, part) if is_plain(part) else part for name, part in parts.items()}
             return make_wrapped, (type(value), parts, context, tuple(value.shape), value.stride(), parameter, value.requires_grad)
         if is_plain_storage_subclass(value):
             memory = self._number(value.as_subclass(Tensor).detach(), value)
             return make_dressed, (type(value), memory, parameter, value.requires_grad), vars(value), None, None, set_fields
         if value.layout is not torch.strided or is_lazy(value):
             return NotImplemented
-        if type(value) is nn.Parameter:
+        if parameter and type(value) in (Tensor, nn.Parameter):
             return make_parameter, (self._number(value.detach(), value), value.requires_grad)
-        if type(value) is Tensor:  # a small one
+        if is_plain(value):  # a small one
             numbers = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
             return make_small, (numbers, value.dtype, tuple(value.shape), value.device)
         return NotImplemented

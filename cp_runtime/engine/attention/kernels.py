@@ -232,9 +232,9 @@ def _math(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | N
         scores = (q[:, :, start : start + rows].to(dtype) * scale) @ keys
         if mask is not None:
             scores += mask[:, :, start : start + rows]
-        lse = scores.logsumexp(-1)
-        outs.append((torch.exp(scores - lse.unsqueeze(-1)) @ values).to(q.dtype))
-        lses.append(lse)
+        # Not exp(scores - lse): where the mask hides a row by large numbers, the sum is lost in the rounding of lse.
+        outs.append((scores.softmax(-1) @ values).to(q.dtype))
+        lses.append(scores.logsumexp(-1))
     return torch.cat(outs, 2), torch.cat(lses, 2)
 
 

@@ -1,5 +1,8 @@
 """ControlNets in memory, of the shapes that ComfyUI's loaders make, with weights at random."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import comfy.cldm.cldm
@@ -7,6 +10,7 @@ import comfy.cldm.mmdit
 import comfy.ldm.flux.controlnet
 import comfy.ldm.hydit.controlnet
 import comfy.ldm.qwen_image.controlnet
+import comfy.memory_management
 import comfy.ops
 import torch
 from comfy.controlnet import ControlNet, StrengthType
@@ -69,6 +73,16 @@ KINDS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@contextmanager
+def without_lazy_weights() -> Iterator[None]:
+    """Have layers get their weights when they are made, which they do not where DynamicVRAM loads them."""
+    enabled, comfy.memory_management.aimdo_enabled = comfy.memory_management.aimdo_enabled, False
+    try:
+        yield
+    finally:
+        comfy.memory_management.aimdo_enabled = enabled
+
+
 @node("CONTROL_NET", model="MODEL", kind=list(KINDS))
 def TestControlNet(
     model: Any, kind: str, seed: int = 0, linear: bool = False, pooling: bool = False, blocks: int = 0, hooked: bool = False
@@ -81,14 +95,20 @@ def TestControlNet(
         config.pop(name, None)
     if blocks:
         config |= {"depth": blocks, "depth_single_blocks": 0}
-    network = cls(**config, dtype=torch.float32, device="cpu", operations=comfy.ops.disable_weight_init)
+    made = partial(cls, **config, dtype=torch.float32, device="cpu", operations=comfy.ops.disable_weight_init)
+    with without_lazy_weights():
+        template = made()
+    draw = torch.Generator().manual_seed(seed)
+    weights = {
+        name: torch.randn(weight.shape, generator=draw) * (SCALE if weight.ndim < 2 else weight[0].numel() ** -0.5)
+        for name, weight in template.state_dict().items()
+    }
+    network = made()
+    network.load_state_dict(weights)
     if kind == "hydit":  # which always has 19 blocks: as many as the model has skipped connections
         count = model.model.diffusion_model.depth // 2 - 1
         network.blocks, network.after_proj_list = network.blocks[:count], network.after_proj_list[:count]
-    draw = torch.Generator().manual_seed(seed)
-    for weight in network.parameters():
-        weight.data = torch.randn(weight.shape, generator=draw) * (SCALE if weight.ndim < 2 else weight[0].numel() ** -0.5)
-        weight.requires_grad_(False)
+    network.requires_grad_(False)
     if hooked:
         network.controlnet_blocks[0].register_forward_hook(lambda module, args, out: out * 0.5)
     strength = StrengthType.LINEAR_UP if linear else StrengthType.CONSTANT

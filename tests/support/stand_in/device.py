@@ -249,6 +249,7 @@ def install(cards: Cards) -> None:
         "_sleep": lambda _: None,
         "manual_seed": lambda _: None,
         "manual_seed_all": lambda _: None,
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
         "get_allocator_backend": lambda: "native",
         "is_current_stream_capturing": lambda: False,
     }
