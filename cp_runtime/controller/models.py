@@ -241,13 +241,15 @@ class Models:
         for key in call.networks.keys() - self._networks.keys():
             packer = TensorPacker()
             leaves = tuple(packer.add(each, key) for each in call.encode_network(call.networks[key]))
-            request = AttachNetwork(key=key, leaves=leaves)
             try:
-                self._pool.request(request, packer, cancelled=cancelled)
+                with contextlib.closing(SharedBlock()) as memory:  # the ranks keep it: one copy for all
+                    with self._pool.named_errors("attach"):
+                        packer.write(memory.view(round_up(packer.nbytes, mmap.PAGESIZE)))
+                    request = AttachNetwork(key=key, leaves=leaves, memory=memory.address)
+                    self._pool.request(request, kept=memory.view(memory.size), cancelled=cancelled)
             except BaseException:
                 self._forget(key)
                 raise
-            self._pool.trim()
             self._networks[key] = weakref.ref(call.networks[key])
 
     def compare_code(self, used: Code | None, cancelled: Callable[[], bool]) -> None:

@@ -408,6 +408,7 @@ class AttachNetwork(Request[Done]):
 
     key: str
     leaves: tuple[Tree, ...]  # `comfy.shared.objects.Written.leaves`
+    memory: tuple[int, int]  # where these lie, as of `Load`
 
 
 @dataclass(frozen=True, kw_only=True)

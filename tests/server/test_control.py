@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import psutil
 import pytest
 from support import families
 from support.graphs import family_prompt, flux_prompt
@@ -128,6 +129,17 @@ def test_a_controlnet_that_cannot_be_sent(server):
     }
     case = GraphCase(partial(flux_prompt, node="CPSampler"), nodes, {"positive": ["applied", 0]})
     assert assert_stock(server, case, {"world_size": 2}).report["controlnets"] == 0
+
+
+def test_the_ranks_share_its_weights(server):
+    """In the host's memory they are there once, and not once per rank."""
+    taken = []
+    for unused in (0, 100):
+        case = two_controlnets(partial(flux_prompt, node="CPSampler"), "flux image", {"unused": unused})
+        prompt = completed(case.build(cp={"world_size": 3}), server)
+        assert server.run(prompt, timeout=240).check().report["controlnets"] == 2
+        taken.append(sum(psutil.Process(pid).memory_full_info().uss for pid in server.worker_pids()))
+    assert taken[1] - taken[0] < 100e6  # of 200 MB
 
 
 def test_the_same_controlnet_on_one_device_before_and_after(server):

@@ -241,8 +241,9 @@ class Mirrors:
             mirror.reserved = needed
 
     def attach_network(self, request: AttachNetwork, block: Tensor) -> None:
-        """Take a network for other nodes' patches. The next call moves it to the device."""
-        leaves = [read_tensor(block, leaf).clone() for leaf in request.leaves]
+        """Take a network for other nodes' patches, or a ControlNet's; its tensors stay in `block`. The next call moves it to the
+        device."""
+        leaves = [read_tensor(block, leaf) for leaf in request.leaves]
         attach_network(request.key, read_leaves(leaves, self.device), self.device)
 
     def drop(self, keys: Iterable[str]) -> None:

@@ -62,7 +62,7 @@ class ModelService:
         return {
             Locate: lambda request, _: mirrors.files.locate(request),
             Load: self._load,
-            AttachNetwork: mirrors.attach_network,
+            AttachNetwork: self._attach,
             Describe: lambda request, _: mirrors.describe(request),
             Drop: self._drop,
             Call: self._call,
@@ -74,6 +74,9 @@ class ModelService:
     def _load(self, request: Load, block: Tensor) -> Loaded:
         kept = self._worker.keep(request.memory, block)
         return self._mirrors.load(request, kept, partial(self._worker.mapped, request.blocks), self._worker.mesh)
+
+    def _attach(self, request: AttachNetwork, block: Tensor) -> None:
+        self._mirrors.attach_network(request, self._worker.keep(request.memory, block))
 
     def _drop(self, request: Drop, _: Tensor) -> None:
         self._worker.cache.clear()

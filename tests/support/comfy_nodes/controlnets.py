@@ -85,10 +85,17 @@ def without_lazy_weights() -> Iterator[None]:
 
 @node("CONTROL_NET", model="MODEL", kind=list(KINDS))
 def TestControlNet(
-    model: Any, kind: str, seed: int = 0, linear: bool = False, pooling: bool = False, blocks: int = 0, hooked: bool = False
+    model: Any,
+    kind: str,
+    seed: int = 0,
+    linear: bool = False,
+    pooling: bool = False,
+    blocks: int = 0,
+    hooked: bool = False,
+    unused: int = 0,
 ) -> Any:
     """A ControlNet for a model, as large as it. `linear`: its strength grows with the depth; `pooling`: one value per channel;
-    `blocks`: of Flux's with two streams, and no others; `hooked`: a hook changes what a block gives."""
+    `blocks`: of Flux's with two streams, and no others; `hooked`: a hook changes what a block gives; `unused`: MB of weights besides."""
     cls, own, settings = KINDS[kind]
     config = {**model.model.model_config.unet_config, **own}
     for name in ("image_model", "disable_unet_model_creation", "dtype", *(["out_channels"] if kind == "unet" else [])):
@@ -109,6 +116,8 @@ def TestControlNet(
         count = model.model.diffusion_model.depth // 2 - 1
         network.blocks, network.after_proj_list = network.blocks[:count], network.after_proj_list[:count]
     network.requires_grad_(False)
+    if unused:
+        network.unused = torch.nn.Parameter(torch.ones(unused << 18), requires_grad=False)
     if hooked:
         network.controlnet_blocks[0].register_forward_hook(lambda module, args, out: out * 0.5)
     strength = StrengthType.LINEAR_UP if linear else StrengthType.CONSTANT
