@@ -149,6 +149,7 @@ class ModelCall:
     compares: bool = False  # it is to be compared with one device
     all_tokens: bool = False  # its attention needs all tokens of a head at once
     controlnets: int = 0  # that the ranks compute
+    controlnets_here: tuple[str, str] | None = None  # why this process did: a key of the report's words, and what they name
     networks: Mapping[str, nn.Module] = field(default_factory=dict)  # networks of patches in the arguments, by key
     code: Code | None = None  # of patches in the arguments
     memory: tuple[float, ...] = ()  # bytes that ComfyUI expects it to take with one item, with two, ...; none of a VAE

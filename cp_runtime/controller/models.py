@@ -95,7 +95,7 @@ class Models:
             return True
         if self._wants_stages(target) and resident.choice.placement in (SHARDED, OFFLOADED):
             return False
-        return target.demand.call <= resident.call_bytes or resident.choice.placement in (OFFLOADED, STAGED)
+        return target.demand.besides <= resident.call_bytes or resident.choice.placement in (OFFLOADED, STAGED)
 
     def choose_placement(self, config: RuntimeConfig, target: ModelState, cancelled: Callable[[], bool]) -> Choice:
         """Choose a model's placement. Models already on the ranks can be evicted, so their memory counts as free."""
@@ -149,7 +149,7 @@ class Models:
         )
         if resident is not None and same and (choice.placement != STAGED or resident.stages == stages):
             # The same weights with the same placement: only the settings behind the choice are new.
-            resident.choice, resident.asked, resident.call_bytes = choice, asked_of(config), target.demand.call
+            resident.choice, resident.asked, resident.call_bytes = choice, asked_of(config), target.demand.besides
             return
         held = target.demand.on_device(choice.placement, self._pool.world_size, stages)
         request, packer = target.request(choice.placement, held)
@@ -178,7 +178,7 @@ class Models:
             self._forget(target.key)
             raise
         parts = held_parts(choice, held, target.demand.weights, unit_of(config.device_type), self._pool.world_size)
-        asked, expected = asked_of(config), target.demand.call
+        asked, expected = asked_of(config), target.demand.besides
         self.resident[target.key] = Resident(name, target.patches_uuid, choice, asked, expected, held, stages, parts)
         log.info(
             "%s (%.0f MB, %d patched weights) is on %d ranks after %.1f s; %s",

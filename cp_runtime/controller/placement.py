@@ -21,6 +21,7 @@ class Demand(NamedTuple):
     sizes: Sizes  # of its transformer's weights
     call: float  # bytes that ComfyUI expects a call to take on one device, without weights
     stages: int = 0  # most stages it can be divided into
+    beside: int = 0  # bytes of ControlNets, which every rank has whole
 
     @property
     def weights(self) -> int:
@@ -36,7 +37,12 @@ class Demand(NamedTuple):
 
     def per_rank(self, placement: str, ranks: int) -> float:
         """Return the bytes on the device of one rank, with its part of a call."""
-        return self.on_device(placement, ranks) + self.call / (1 if placement == STAGED else ranks)
+        return self.on_device(placement, ranks) + self.beside + self.call / (1 if placement == STAGED else ranks)
+
+    @property
+    def besides(self) -> float:
+        """Bytes besides the model's weights, on one device."""
+        return self.call + self.beside
 
 
 def held_parts(choice: Choice, held: int, whole: int, unit: str, ranks: int) -> dict[str, str]:
@@ -63,7 +69,7 @@ class Resident:
     patches_uuid: str
     choice: Choice
     asked: tuple[str, float, int]  # settings at the time of the choice: weights, memory per rank, and stages
-    call_bytes: float  # expected bytes of a call at that time
+    call_bytes: float  # expected bytes of a call at that time, ControlNets included
     device_bytes: int  # of weights, on the device of one rank
     stages: int  # of its blocks, where it is staged
     parts: dict[str, str]  # parts of the words about its memory, see `held_parts`
@@ -118,7 +124,8 @@ def choose(
         return Choice(WHOLE, f"whole: {first}; the others have {small} free", most)
     for placement in PLACEMENTS[PLACEMENTS.index(at_least) :]:
         if demand.per_rank(placement, ranks) <= room:
-            return Choice(placement, f"{placement}: {_on_each(demand, placement, ranks)} of {room / GB:.3g} GB")
+            beside = f", beside {demand.beside / GB:.3g} GB of ControlNets" if demand.beside else ""
+            return Choice(placement, f"{placement}: {_on_each(demand, placement, ranks)} of {room / GB:.3g} GB{beside}")
     if not demand.sizes.blocks:
         return Choice(WHOLE, f"whole: {demand.weights / GB:.3g} GB of weights, none of which can be shared out")
     # If a model has a few large blocks, two of them and a shard take more than all of it.

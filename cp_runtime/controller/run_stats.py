@@ -46,6 +46,7 @@ class CallRecord:
     choice: dict[str, Any] | None = None
     on_all_tokens: tuple[str, ...] = ()  # nodes whose patches every rank ran on all tokens
     controlnets: int = 0  # that the ranks computed
+    controlnets_here: tuple[str, str] | None = None  # see `ModelCall`
     on_whole_batch: tuple[str, ...] = ()  # nodes because of whose patches every rank ran all items
 
     @property

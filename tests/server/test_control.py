@@ -25,8 +25,9 @@ def made_up(**settings):
     return GraphCase(partial(flux_prompt, node="CPSampler", control={}, **settings), matters=False)
 
 
-def real(*, count=1, both=True, end=1.0, **settings):
-    """Real ControlNets for Flux, one behind the other, on the conditioning, with ComfyUI's own nodes."""
+def real(*, count=1, both=True, start=0.0, end=1.0, twice=False, area=False, **settings):
+    """Real ControlNets for Flux, one behind the other, on the conditioning, with ComfyUI's own nodes. `twice`: one file is loaded
+    for each; `area`: they are for a part of the picture."""
     size = settings.get("width", 64), settings.get("height", 64)
     nodes = {
         "loaded": node("ControlNetLoader", control_net_name="flux_controlnet.safetensors"),
@@ -34,10 +35,17 @@ def real(*, count=1, both=True, end=1.0, **settings):
     }
     pair = {"positive": POSITIVE, "negative": NEGATIVE}
     for number in range(count):
-        hint, applied = f"hint_{number}", f"applied_{number}"
+        hint, applied, net = f"hint_{number}", f"applied_{number}", "control_net"
+        if twice:
+            net = f"loaded_{number}"
+            nodes[net] = node("ControlNetLoader", control_net_name="flux_controlnet.safetensors")
         nodes[hint] = picture(*size, seed=5 + number)
-        nodes[applied] = node("ControlNetApplyAdvanced", **pair, image=[hint, 0], strength=0.8, end_percent=end)
+        inputs = {**pair, "control_net": [net, 0], "image": [hint, 0], "strength": 0.8}
+        nodes[applied] = node("ControlNetApplyAdvanced", **inputs, start_percent=start, end_percent=end)
         pair = {"positive": [applied, 0], "negative": [applied, 1]}
+    if area:
+        nodes["area"] = node("ConditioningSetArea", conditioning=pair["positive"], width=64, height=64, x=16, y=0, strength=1.0)
+        pair["positive"] = ["area", 0]
     return GraphCase(partial(flux_prompt, node="CPSampler", **settings), nodes, pair if both else {"positive": pair["positive"]})
 
 
@@ -52,10 +60,19 @@ CASES = {
     "real on the positive only": real(cfg=4.0, both=False),
     "two in a row": real(count=2, cfg=4.0),
     "for some of the steps": real(steps=4, end=0.5),
+    "from a fifth to four fifths": real(steps=5, start=0.2, end=0.8),
+    "one file loaded twice": real(count=2, twice=True, cfg=4.0),
+    "in an area": real(area=True, cfg=4.0, width=80, height=112),
+    "compiled": real(cfg=4.0, after_apply=[("TestPatch", {"kind": "compile_eager"})]),
     "with a LoRA": real(loras=["flux_lora"]),
     # The guidance's own pass begins with whole tokens; the one residual of this ControlNet is for both blocks.
     "with the first block skipped": real(cfg=4.0, model_nodes=[("SkipLayerGuidanceDiT", SKIP_FIRST)]),
 }
+
+
+IN_LAST_CALL = {
+    "for some of the steps": 0, "real on the positive only": 0, "two in a row": 2, "one file loaded twice": 2
+}  # fmt: skip
 
 
 def stock(server, case):
@@ -66,8 +83,7 @@ def stock(server, case):
 def test_latent_equals_the_stock_graph(case, world, server):
     result = assert_stock(server, CASES[case], {"world_size": world})
     assert len(server.worker_pids()) == world
-    some = "made up" in case or case in ("for some of the steps", "real on the positive only")  # what counts is the last call
-    assert result.report["controlnets"] == (0 if some else 2 if "two" in case else 1)
+    assert result.report["controlnets"] == IN_LAST_CALL.get(case, 0 if "made up" in case else 1)
 
 
 # --- every class that has a plan: `families.controlnets`
@@ -98,37 +114,37 @@ def test_the_ranks_compute_every_class(mode, kind, served, server, family_checkp
     assert result.report["controlnets"] == 2
 
 
+def not_on_ranks(**form):
+    case = two_controlnets(partial(flux_prompt, node="CPSampler"), "flux image", {"blocks": 1, **form})
+    return GraphCase(case.graph, case.nodes, {"positive": case.wiring["positive"]})
+
+
+PATCHED = {"model_nodes": [("TestPatch", {"kind": "innermost_for_a_call"})]}
 ELSEWHERE = {
-    "a node scales the residuals": ({"model_nodes": [("TestScaledControl", {})]}, {}),
-    "in stages": ({}, {"weights": "staged"}),
-    "in patches": ({"pipefusion": {"stages": 2, "patches": 1}}, {}),
-    "refused in a call": (
-        {"model_nodes": [("TestPatch", {"kind": "innermost_for_a_call"})]}, {"on_unsupported": "single device"}
-    ),
+    "a node scales the residuals": (real(cfg=4.0, model_nodes=[("TestScaledControl", {})]), {}, ", as another node reads or makes"),
+    "a node's class makes them": (CASES["made up"], {}, ", as the others do not run _RandomControl"),
+    "in stages": (real(cfg=4.0), {"weights": "staged"}, ", as the model is in stages"),
+    "in patches": (real(cfg=4.0), {"pipefusion": {"stages": 2, "patches": 1}}, ", as the model is in stages"),
+    "refused in a call": (real(cfg=4.0, **PATCHED), {"on_unsupported": "single device"}, None),
+    "a class without a plan": (not_on_ranks(subclass=True), {}, ", as the others do not run AdvancedControlNet"),
+    "it cannot be sent": (not_on_ranks(hooked=True), {}, ": a node put a hook on"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("why", ELSEWHERE)
-def test_comfyui_computes_what_it_has_to(why, server):
+def test_comfyui_computes_what_it_has_to_and_the_report_says_why(why, server):
     """Where the residuals are looked at, and where the ranks do not share a ControlNet."""
-    settings, cp = ELSEWHERE[why]
-    pipeline = settings.get("pipefusion", {})
-    case = real(cfg=4.0, **{name: value for name, value in settings.items() if name != "pipefusion"})
+    case, cp, said = ELSEWHERE[why]
+    settings = {name: cp[name] for name in cp if name == "pipefusion"}
+    cp = {"world_size": 2, **{name: value for name, value in cp.items() if name not in settings}}
     expected = server.sample_once(completed(case.build(), server))
-    prompt = completed(case.build(cp={"world_size": 2, **cp}, **({"pipefusion": pipeline} if pipeline else {})), server)
+    prompt = completed(case.build(cp=cp, **settings), server)
+    prompt["words"] = {"class_type": "CPReport", "inputs": {"report": ["sampler", 1]}}
+    prompt["shown"] = {"class_type": "PreviewAny", "inputs": {"source": ["words", 0]}}
     result = server.run(prompt, timeout=240).check()
     assert_close(server.latent(result), expected)
     assert result.report.get("controlnets", 0) == 0
-
-
-def test_a_controlnet_that_cannot_be_sent(server):
-    nodes = {
-        "control_net": node("TestControlNet", model=["loader", 0], kind="flux image", blocks=1, hooked=True),
-        "hint": picture(64, 64, seed=5),
-        "applied": node("ControlNetApplyAdvanced", positive=POSITIVE, negative=NEGATIVE, image=["hint", 0], strength=0.5),
-    }
-    case = GraphCase(partial(flux_prompt, node="CPSampler"), nodes, {"positive": ["applied", 0]})
-    assert assert_stock(server, case, {"world_size": 2}).report["controlnets"] == 0
+    assert said is None or f"ControlNets computed on one device{said}" in result.outputs["shown"]["text"][0]
 
 
 def test_the_ranks_share_its_weights(server):

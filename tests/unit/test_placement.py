@@ -84,6 +84,13 @@ def test_a_call_needs_room_too():
     assert choose(config(), larger, 66 * GB).placement == "sharded"
 
 
+def test_every_rank_has_room_for_the_whole_of_controlnets():
+    beside = DEMAND._replace(beside=3 * GB)
+    assert choose(config(), beside, 70 * GB).placement == "whole"
+    assert choose(config(), beside, 68 * GB).reason.endswith("of 68 GB, beside 3 GB of ControlNets")
+    assert [choose(config(), demand, 68 * GB).placement for demand in (DEMAND, beside)] == ["whole", "sharded"]
+
+
 def test_what_has_run_out_of_memory_is_not_tried_again():
     assert choose(config(), DEMAND, 80 * GB, next_smaller(DEMAND, "whole", 2)).placement == "sharded"
     assert choose(config(), DEMAND, 80 * GB, next_smaller(DEMAND, "sharded", 2)).placement == "offloaded"

@@ -18,7 +18,7 @@ from ...controller.run_stats import RunStats, unit_of
 from ...engine.measuring import device_driver, device_name
 from ...errors import UnsupportedError, bad_value
 from ...pool.config import RuntimeConfig
-from .controlnets import deferred, sizes_of
+from .controlnets import ControlNets, sizes_of
 from .interception import check_forward
 from .names import kind_of
 from .obstacles import check_model, check_stages, conditions_obstacle
@@ -102,9 +102,10 @@ def prepare_sampling(executor: Callable[..., Any], model: Any, noise_shape: Any,
     if isinstance(model, ContextParallelPatcher):
         watched = model.cp_run.watched or has_foreign_control(conds)
         obstacle = conditions_obstacle(conds)
-        model.cp_run = Run(next(RUNS), obstacle, *call_memory(model, noise_shape, conds), watched)
+        controlnets = ControlNets.of(conds)
+        model.cp_run = Run(next(RUNS), obstacle, *call_memory(model, noise_shape, conds), watched, controlnets)
         if obstacle is None and not model.cp_config.in_stages and _sampling:
-            _sampling[-1].enter_context(deferred(conds))
+            _sampling[-1].enter_context(controlnets.deferred())
     return executor(model, noise_shape, conds, **kwargs)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import comfy.controlnet
 import comfy.model_management
@@ -107,11 +107,32 @@ class Recorded(dict[str, Any]):
     """The arguments of a network's call."""
 
 
-def deferred(conds: Mapping[str, Any]) -> ExitStack:
-    """Have the ControlNets of a run's conditions leave their networks to the ranks, until the stack is closed."""
-    undo = ExitStack()
-    for control in controls_of(conds):
-        if type(control) in KINDS and class_name(control.control_model) in CONTROLNETS:
+class ControlNets(NamedTuple):
+    """The ControlNets of a run's conditions.
+
+    Args:
+        on_ranks: those whose networks ranks can run.
+        nbytes: of these networks.
+        kinds_here: classes of the others.
+    """
+
+    on_ranks: tuple[Any, ...] = ()
+    nbytes: int = 0
+    kinds_here: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, conds: Mapping[str, Any]) -> ControlNets:
+        found = list(controls_of(conds))
+        taken = tuple(each for each in found if type(each) in KINDS and class_name(each.control_model) in CONTROLNETS)
+        networks = {id(each.control_model): each.control_model for each in taken}
+        others = (each.control_model if type(each) in KINDS else each for each in found if each not in taken)
+        kinds = dict.fromkeys(type(each).__name__ for each in others)
+        return cls(taken, sum(map(comfy.model_management.module_size, networks.values())), tuple(kinds))
+
+    def deferred(self) -> ExitStack:
+        """Have them leave their networks to the ranks, until the stack is closed."""
+        undo = ExitStack()
+        for control in self.on_ranks:
             recorder = Recorder(control.control_model)
             undo.callback(setattr, control, "control_model", control.control_model)
             undo.callback(setattr, recorder, "is_active", False)
@@ -119,7 +140,18 @@ def deferred(conds: Mapping[str, Any]) -> ExitStack:
             for name, instead in (("control_merge", _merge), ("get_models", _models)):
                 setattr(control, name, instead.__get__(control))
                 undo.callback(delattr, control, name)
-    return undo
+        return undo
+
+    def why_here(self, control: Any, in_stages: bool) -> tuple[str, str] | None:
+        """Return why ComfyUI's process has computed the residuals of a call: a key of the report's words, and what they name.
+        None = it has computed none."""
+        if control is None:
+            return None
+        if in_stages:
+            return "stages", ""
+        if self.kinds_here and not isinstance(control, DeferredControl):
+            return "kind", ", ".join(self.kinds_here)
+        return "other", ""
 
 
 def _merge(self: Any, control: Any, before: Any, output_dtype: torch.dtype | None) -> Any:

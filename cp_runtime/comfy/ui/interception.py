@@ -8,7 +8,6 @@ weights are loaded in this process: unpatched as they are meanwhile, they must n
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
@@ -44,8 +43,6 @@ from .options import SENDABLE, plain_options
 from .patches import code_of_networks, take_whole_batch
 from .unlisted import NeedsWholeBatch
 from .watching import has_foreign_wrapper
-
-log = logging.getLogger("context_parallel")
 
 IN_PLACE = ("control",)  # residuals: each rank copies only its part
 RAISED = frozenset({"RuntimeError", "ValueError", "TypeError", "IndexError", "KeyError", "AssertionError", "AttributeError"})
@@ -129,16 +126,18 @@ class WorkerForward(Replacement):
             owner.refuse_call(error)
             return self.stock(*args, **kwargs)
         control, networks, code = arguments.get("control"), dict(patches.networks), dict(patches.code)
+        here: tuple[str, str] | None = None
         if isinstance(control, DeferredControl) and control.links:
             try:
                 code |= code_of_networks(each.network for each in control.links)
             except MirrorError as error:
-                log.info("ControlNets are computed by ComfyUI's process: %s", error)
-                arguments["control"] = dict(control)
+                arguments["control"], here = dict(control), ("unsent", str(error))
             else:
                 del arguments["control"]
                 arguments[CONTROLNETS] = tuple(each.encoded for each in control.links)  # of a list, texts would count as its kind
                 networks |= {key_of(each.network): each.network for each in control.links}
+        else:
+            here = owner.cp_run.controlnets.why_here(control, owner.cp_config.in_stages)
         chosen = attention.encoded
         if owner.cp_config.pipeline is not None and options.get("uuids"):
             chosen[CONDITIONINGS] = [f"{owner.cp_run.number} {name}" for name in options["uuids"]]
@@ -160,6 +159,7 @@ class WorkerForward(Replacement):
             memory_scale=owner.cp_run.memory_scale,
             compile=compiled,
             controlnets=len(arguments.get(CONTROLNETS, ())),
+            controlnets_here=here,
             networks=networks,
             code=code_of_patches(code, patches.sent),
             encode_network=lambda network: write(network).leaves,

@@ -32,6 +32,7 @@ from ...pool.config import RuntimeConfig
 from ..shared.patches import applied_patches, changes_shape
 from ..shared.values import Value
 from ..shared.weights import PREFIX, READ_HERE, is_dynamic
+from .controlnets import ControlNets
 from .copies import copies_of
 from .fingerprints import OF_MODEL, ModelFingerprint
 from .interception import OnOneDevice, intercept, release
@@ -59,6 +60,7 @@ class Run(NamedTuple):
         call_memory: bytes that ComfyUI expects a call to take on one device.
         memory_scale: see `ModelCall.memory_scale`.
         watched: foreign code takes part, see `watching`.
+        controlnets: of its conditions.
     """
 
     number: int = 0
@@ -66,6 +68,7 @@ class Run(NamedTuple):
     call_memory: float = 0.0
     memory_scale: float = 1.0
     watched: bool = False
+    controlnets: ControlNets = ControlNets()
 
 
 class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
@@ -321,7 +324,8 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         hooked = with_hooks(self)
         fingerprint = ModelFingerprint(hooked, value.classes, value.names)
         memory, copies = self.cp_run.call_memory, partial(copies_of, self, value)
-        return Target(hooked, value, notes.name, notes.kind, memory, fingerprint, copies)
+        beside = 0 if self.cp_config.in_stages else self.cp_run.controlnets.nbytes
+        return Target(hooked, value, notes.name, notes.kind, memory, fingerprint, copies, beside)
 
     def look_again(self) -> None:
         """Look for changes in the model since its run began: the ranks get them with the next call."""

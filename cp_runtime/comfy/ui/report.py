@@ -89,6 +89,7 @@ def _of_ranks(model: ContextParallelPatcher, result: RunResult, last: CallRecord
         "on_all_tokens": last.on_all_tokens,
         "on_whole_batch": last.on_whole_batch,
         "controlnets": last.controlnets,
+        "controlnets_on_one_device": last.controlnets_here,  # why
         "pipeline": _pipeline(config, result, last),
         # Of the last call: kinds of compiled blocks, uncompiled ones with reasons, and rank 0's compilations since its start.
         "compiled": {"kinds": outcome.compiled.kinds, "left": outcome.compiled.left, **outcome.compiled.counts},
@@ -186,6 +187,7 @@ def summarise(report: dict[str, Any], words: Words) -> list[str]:
             if (nodes := report.get(name))
         ),
         *([say("report.controlnets", count=report["controlnets"])] if report.get("controlnets") else []),
+        *([say(f"report.controlnets_{why[0]}", what=why[1])] if (why := report.get("controlnets_on_one_device")) else []),
         *([say("report.some", some=words.choice(report["choice"]))] if report["choice"] else []),
         say("report.waiting", share=f"{report['communication_share']:.0%}"),
     ]

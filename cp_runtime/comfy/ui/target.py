@@ -49,6 +49,7 @@ class Target:
         call_memory: bytes that ComfyUI expects a call to take on one device.
         fingerprint: of its code.
         copies: see `ModelState`.
+        beside: bytes of ControlNets that ranks run with it.
     """
 
     patcher: Any
@@ -58,6 +59,7 @@ class Target:
     call_memory: float
     fingerprint: Fingerprint
     copies: Callable[[], tuple[Copy, ...]] = tuple
+    beside: int = 0
 
     @property
     def key(self) -> str:
@@ -81,7 +83,7 @@ class Target:
         if notes.demand is None:
             network = network_of(model)
             notes.demand = Demand(sizes_of(network, partial(model_dtype, model)), 0.0, most_stages(network))
-        return notes.demand._replace(call=self.call_memory)
+        return notes.demand._replace(call=self.call_memory, beside=self.beside)
 
     def request(self, placement: str, device_bytes: int) -> tuple[Load, TensorPacker]:
         packer = TensorPacker()

@@ -73,6 +73,13 @@ KINDS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+class AdvancedControlNet(ControlNet):
+    def copy(self) -> Any:
+        copied = super().copy()
+        copied.__class__ = AdvancedControlNet
+        return copied
+
+
 @contextmanager
 def without_lazy_weights() -> Iterator[None]:
     """Have layers get their weights when they are made, which they do not where DynamicVRAM loads them."""
@@ -93,9 +100,11 @@ def TestControlNet(
     blocks: int = 0,
     hooked: bool = False,
     unused: int = 0,
+    subclass: bool = False,
 ) -> Any:
     """A ControlNet for a model, as large as it. `linear`: its strength grows with the depth; `pooling`: one value per channel;
-    `blocks`: of Flux's with two streams, and no others; `hooked`: a hook changes what a block gives; `unused`: MB of weights besides."""
+    `blocks`: of Flux's with two streams, and no others; `hooked`: a hook changes what a block gives;
+    `unused`: MB of weights besides; `subclass`: of ComfyUI's class, as node packs have them."""
     cls, own, settings = KINDS[kind]
     config = {**model.model.model_config.unet_config, **own}
     for name in ("image_model", "disable_unet_model_creation", "dtype", *(["out_channels"] if kind == "unet" else [])):
@@ -121,7 +130,7 @@ def TestControlNet(
     if hooked:
         network.controlnet_blocks[0].register_forward_hook(lambda module, args, out: out * 0.5)
     strength = StrengthType.LINEAR_UP if linear else StrengthType.CONSTANT
-    return ControlNet(
+    return (AdvancedControlNet if subclass else ControlNet)(
         network.eval(), load_device=model.load_device, strength_type=strength, global_average_pooling=pooling, **settings
     )
 
