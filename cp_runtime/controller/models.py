@@ -239,6 +239,8 @@ class Models:
     def attach_networks(self, call: ModelCall, cancelled: Callable[[], bool]) -> None:
         """Send the networks of a call's patches, each once."""
         for key in call.networks.keys() - self._networks.keys():
+            if changed := [other for other, network in self._networks.items() if network() is call.networks[key]]:
+                self._drop(changed, cancelled=cancelled)
             packer = TensorPacker()
             leaves = tuple(packer.add(each, key) for each in call.encode_network(call.networks[key]))
             try:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ..engine.plan import ModulePlan, ShardingPlan
 from . import flux, hydit, joint
+from .family import tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,13 @@ SD3 = ControlNetPlan(
     stream="img",
     attention_names=("comfy.ldm.modules.diffusionmodules.mmdit.optimized_attention",),
 )
+SD35 = ControlNetPlan(
+    model_class="comfy.cldm.dit_embedder.ControlNetEmbedder",
+    modules={"transformer_blocks.*": ModulePlan(inputs={"x": tokens("img")}, attention=("img",))},
+    outputs={},
+    stream="img",
+    attention_names=SD3.attention_names,
+)
 QWEN_IMAGE = ControlNetPlan(
     model_class="comfy.ldm.qwen_image.controlnet.QwenImageControlNetModel",
     modules=joint.QWEN_IMAGE.modules,
@@ -66,5 +74,5 @@ UNET = ControlNetPlan(
     modules={"input_blocks.*.*": ModulePlan(), "middle_block.*": ModulePlan()},  # where a call can be cancelled
     outputs={},
 )
-CONTROLNETS: Mapping[str, ControlNetPlan] = {plan.model_class: plan for plan in (FLUX, SD3, QWEN_IMAGE, HUNYUAN_DIT, UNET)}
+CONTROLNETS: Mapping[str, ControlNetPlan] = {plan.model_class: plan for plan in (FLUX, SD3, SD35, QWEN_IMAGE, HUNYUAN_DIT, UNET)}
 """By the class of the network; ComfyUI's process computes all others."""

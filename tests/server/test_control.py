@@ -90,7 +90,7 @@ def test_latent_equals_the_stock_graph(case, world, server):
 
 KINDS = {
     "unet": "sd15", "unet, linear": "sdxl", "unet, pooling": "sd15", "flux image": "flux", "flux latent": "flux",
-    "flux inpaint": "flux", "sd3": "sd3", "qwen": "qwen", "hydit": "hydit",
+    "flux inpaint": "flux", "sd3": "sd3", "sd35": "sd3", "sd35 double": "sd3", "qwen": "qwen", "hydit": "hydit",
 }  # fmt: skip
 MODES = {
     "2 ranks": {"world_size": 2},
@@ -156,6 +156,21 @@ def test_the_ranks_share_its_weights(server):
         assert server.run(prompt, timeout=240).check().report["controlnets"] == 2
         taken.append(sum(psutil.Process(pid).memory_full_info().uss for pid in server.worker_pids()))
     assert taken[1] - taken[0] < 100e6  # of 200 MB
+
+
+def test_a_controlnet_that_is_changed_in_place(server):
+    """The ranks get it again, also where nothing has made them drop it."""
+    latents = {}
+    for cp in (None, {"world_size": 2}):
+        for scale in (1.0, 0.3):
+            case = two_controlnets(partial(flux_prompt, node="CPSampler"), "flux image")
+            nodes = {**case.nodes, "scaled": node("TestScaledNetwork", control_net=["control_net_1", 0], scale=scale)}
+            nodes["applied_1"] = (nodes["applied_1"][0], {**nodes["applied_1"][1], "control_net": ["scaled", 0]})
+            case = GraphCase(case.graph, nodes, case.wiring, case.settings)
+            latents[cp is None, scale] = server.sample(completed(case.build(cp=cp), server))
+    assert differ(latents[True, 1.0], latents[True, 0.3])
+    for scale in (1.0, 0.3):
+        assert_close(latents[False, scale], latents[True, scale])
 
 
 def test_the_same_controlnet_on_one_device_before_and_after(server):

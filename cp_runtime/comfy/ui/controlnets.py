@@ -18,10 +18,11 @@ from torch import nn
 
 from ...families import class_name
 from ...families.controlnets import CONTROLNETS
-from .names import key_of
+from .networks import identified
 from .watching import controls_of
 
-KINDS = (comfy.controlnet.ControlNet,)  # not those that compute with the model's weights, nor those of node packs
+KINDS = comfy.controlnet.ControlNet, comfy.controlnet.ControlNetSD35
+"""Not those that compute with the weights of the model, nor those of node packs."""
 ALIKE = ("strength", "strength_type", "global_average_pooling")
 """What `ControlBase.control_merge` reads of a ControlNet."""
 
@@ -34,12 +35,11 @@ class Deferred:
     network: nn.Module
     arguments: Mapping[str, Any]
 
-    @property
-    def encoded(self) -> dict[str, Any]:
-        """Return it as plain data and tensors, for the ranks."""
+    def encoded(self, run: int) -> dict[str, Any]:
+        """Return it as plain data and tensors, for the ranks, in a sampling run."""
         merge = {name: getattr(self.control, name) for name in ALIKE}
         return {
-            "key": key_of(self.network),
+            "key": identified(self.network, run).key,
             "arguments": dict(self.arguments),
             **merge,
             "strength_type": merge["strength_type"].name,

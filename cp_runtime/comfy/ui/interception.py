@@ -35,12 +35,12 @@ from ..shared.weights import PREFIX, model_dtype
 from .controlnets import DeferredControl
 from .fingerprints import code_of_patches
 from .injections import injected
-from .names import key_of
+from .networks import code_of_networks, identified
 from .noted import METHODS, innermost_method, loaded, replaced_in
 from .notes import on_ranks
 from .obstacles import check_call, compile_of, computes_here, options_for_ranks, unsent
 from .options import SENDABLE, plain_options
-from .patches import code_of_networks, take_whole_batch
+from .patches import take_whole_batch
 from .unlisted import NeedsWholeBatch
 from .watching import has_foreign_wrapper
 
@@ -127,20 +127,22 @@ class WorkerForward(Replacement):
             return self.stock(*args, **kwargs)
         control, networks, code = arguments.get("control"), dict(patches.networks), dict(patches.code)
         here: tuple[str, str] | None = None
+        run = owner.cp_run.number
         if isinstance(control, DeferredControl) and control.links:
             try:
-                code |= code_of_networks(each.network for each in control.links)
+                code |= code_of_networks((each.network for each in control.links), run)
             except MirrorError as error:
                 arguments["control"], here = dict(control), ("unsent", str(error))
             else:
                 del arguments["control"]
-                arguments[CONTROLNETS] = tuple(each.encoded for each in control.links)  # of a list, texts would count as its kind
-                networks |= {key_of(each.network): each.network for each in control.links}
+                # Not a list: texts in one would count as its kind.
+                arguments[CONTROLNETS] = tuple(each.encoded(run) for each in control.links)
+                networks |= {identified(each.network, run).key: each.network for each in control.links}
         else:
             here = owner.cp_run.controlnets.why_here(control, owner.cp_config.in_stages)
         chosen = attention.encoded
         if owner.cp_config.pipeline is not None and options.get("uuids"):
-            chosen[CONDITIONINGS] = [f"{owner.cp_run.number} {name}" for name in options["uuids"]]
+            chosen[CONDITIONINGS] = [f"{run} {name}" for name in options["uuids"]]
             owner.note_steps(len(options.get("sample_sigmas", ())) - 1)
         arguments["transformer_options"] = {**plain_options(options), **chosen, **patches.encoded}
         call = ModelCall(

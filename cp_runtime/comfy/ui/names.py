@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import os
 from collections.abc import Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
-
-from torch import nn
 
 from ...nested import stored
 from ..shared.fingerprint import PLAIN, plain_text, type_name
@@ -17,14 +13,6 @@ from ..shared.modules import full_name
 from ..shared.weights import network_of
 from .runtime import model_folders
 from .values import value_of
-
-_keys: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-_numbers = itertools.count()
-
-
-def key_of(network: nn.Module) -> str:
-    """Return the key of a network that ranks have besides a model: of a patch, of a ControlNet."""
-    return _keys.setdefault(network, f"m{next(_numbers)}")
 
 
 def name_of(patcher: Any) -> str:

@@ -26,7 +26,7 @@ from ..shared.patches import MIRRORED, UNLISTED, Patch, code_of, is_around, list
 from ..shared.reached import functions_of_packs, holds_a_model, is_of_pack
 from ..shared.weights import PREFIX
 from .held import Held
-from .names import key_of
+from .networks import code_of_networks, identified
 from .noted import FORWARDS, METHODS, NotedHere, paths_of, replaced_in
 from .pack_nodes import display_name, made_by, name_in_pack, node_of
 from .unlisted import UnlistedPatches
@@ -43,8 +43,6 @@ REFUSED: Mapping[str, str] = {
 }
 CLASS_OF = frozenset({"isinstance", "issubclass", "type", "vars", "dir"})
 _WITHOUT = {name: known.without for name, known in MIRRORED.items() if known.without}
-_code: WeakKeyDictionary[nn.Module, Mapping[str, Any]] = WeakKeyDictionary()
-"""Code of the networks of patches, by name."""
 _whole_batch: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 """The code of the last patches of a UNet that need all of a batch on every rank."""
 _calls_so_far: WeakKeyDictionary[nn.Module, tuple[str, int]] = WeakKeyDictionary()
@@ -120,7 +118,7 @@ class PatchSet:
         unlisted = [patch for patch, known in checked if known is UNLISTED]
         paths = [path for path, kind in zip(objects, kinds, strict=True) if kind is UNLISTED_OBJECT]
         unlisted += map(objects.__getitem__, paths)
-        references = _References(model, objects, None if patcher is None else patcher.model)
+        references = _References(model, objects, patcher)
         settings = Settings(refer=references, without=_WITHOUT)
         parts = _parts_of(unlisted)
         if latent is not None and patcher is not None:
@@ -134,7 +132,7 @@ class PatchSet:
             if references.takes_own:
                 _check_looks(unlisted, patcher)
                 written = write({**things, "own": {name: getattr(patcher.model, name) for name in OWN}}, settings)
-            of_networks = code_of_networks(references.networks.values())
+            of_networks = code_of_networks(references.networks.values(), references.run)
         except MirrorError as error:
             by = _maker([*objects.values(), *(patch for patch, _ in checked)], references)
             raise UnsupportedError(f"{by} patched the transformer with something that cannot be sent: {error}.") from error
@@ -169,16 +167,6 @@ class PatchSet:
             sent=() if noted is None else noted.notes.sent,
             restores=is_retried,
         )
-
-
-def code_of_networks(networks: Iterable[nn.Module]) -> dict[str, Any]:
-    """Return the code of networks by name. Raises MirrorError: one cannot be sent."""
-    code: dict[str, Any] = {}
-    for network in networks:
-        if network not in _code:
-            _code[network] = write(network).all_code
-        code |= _code[network]
-    return code
 
 
 def _counted(model: nn.Module, patcher: Any, code: Mapping[str, Any]) -> tuple[str, int, bool]:
@@ -299,11 +287,14 @@ class _References:
 
     Attributes:
         networks: by key.
+        run: of sampling.
         takes_own: patches hold the model around the transformer, or a patcher of it.
     """
 
-    def __init__(self, model: nn.Module, objects: Mapping[str, Any], own: Any) -> None:
-        self._own, self.takes_own = own, False
+    def __init__(self, model: nn.Module, objects: Mapping[str, Any], patcher: Any) -> None:
+        self._own: Any = None if patcher is None else patcher.model
+        self.run: int = 0 if patcher is None else patcher.cp_run.number
+        self.takes_own = False
         placed = {id(thing) for thing in objects.values()}
         self._paths = {number: path for number, path in paths_of(model).items() if number not in placed}
         self.networks: dict[str, nn.Module] = {}
@@ -316,7 +307,7 @@ class _References:
             self.takes_own = True
             return "own", "patcher" if is_patcher else "model"
         if is_patcher:
-            key = key_of(value.model)
+            key = identified(value.model, self.run).key
             self.networks[key] = value.model
             return "network", key
         if is_ours(value):

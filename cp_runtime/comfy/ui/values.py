@@ -178,7 +178,7 @@ class ModelValue:
         """Return `_identity` of a model without its caches, and samples of its tensors; without these unless `thorough`. Holds none
         of the tensors: what moves is to be freed."""
         written = self._write(patcher, later=False)
-        return _identity(written), _samples(written) if thorough else None
+        return _identity(written), samples_of(written) if thorough else None
 
     def _write(self, patcher: Any, later: bool = True) -> Written:
         model = patcher.model
@@ -349,7 +349,8 @@ def _written_in_place(before: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
     return any(known.get(at, version) != version for at, version, *_ in now[1])
 
 
-def _samples(written: Written) -> tuple[str, ...]:
+def samples_of(written: Written) -> tuple[str, ...]:
+    """Return samples of the tensors of a thing, see `sample`."""
     return tuple(sample(_without_gaps(tensor)) for tensor in written.tensors)
 
 

@@ -4,8 +4,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import comfy.cldm.cldm
+import comfy.cldm.dit_embedder
 import comfy.cldm.mmdit
 import comfy.ldm.flux.controlnet
 import comfy.ldm.hydit.controlnet
@@ -13,7 +15,7 @@ import comfy.ldm.qwen_image.controlnet
 import comfy.memory_management
 import comfy.ops
 import torch
-from comfy.controlnet import ControlNet, StrengthType
+from comfy.controlnet import ControlNet, ControlNetSD35, StrengthType
 from torch import Tensor
 
 from .node import node
@@ -50,6 +52,8 @@ KINDS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
         {**LATENT, "extra_conds": ["y", "guidance"], "preprocess_image": wide, "concat_mask": True},
     ),
     "sd3": (comfy.cldm.mmdit.ControlNet, {"num_blocks": 2, "control_latent_channels": 16}, {**LATENT, "preprocess_image": wide}),
+    "sd35": (comfy.cldm.dit_embedder.ControlNetEmbedder, {"double_y_emb": False}, {**LATENT, "preprocess_image": wide}),
+    "sd35 double": (comfy.cldm.dit_embedder.ControlNetEmbedder, {"double_y_emb": True}, {**LATENT, "preprocess_image": wide}),
     "qwen": (
         comfy.ldm.qwen_image.controlnet.QwenImageControlNetModel,
         {},
@@ -109,6 +113,10 @@ def TestControlNet(
     config = {**model.model.model_config.unet_config, **own}
     for name in ("image_model", "disable_unet_model_creation", "dtype", *(["out_channels"] if kind == "unet" else [])):
         config.pop(name, None)
+    if kind.startswith("sd35"):
+        heads = {"num_attention_heads": config["depth"], "attention_head_dim": 64, "main_model_double": config["depth"]}
+        config = {**own, **heads, "img_size": None, "patch_size": 2, "in_chans": 16, "adm_in_channels": config["adm_in_channels"]}
+        config["num_layers"] = 1
     if blocks:
         config |= {"depth": blocks, "depth_single_blocks": 0}
     made = partial(cls, **config, dtype=torch.float32, device="cpu", operations=comfy.ops.disable_weight_init)
@@ -130,9 +138,23 @@ def TestControlNet(
     if hooked:
         network.controlnet_blocks[0].register_forward_hook(lambda module, args, out: out * 0.5)
     strength = StrengthType.LINEAR_UP if linear else StrengthType.CONSTANT
-    return (AdvancedControlNet if subclass else ControlNet)(
+    own_class = ControlNetSD35 if kind.startswith("sd35") else AdvancedControlNet if subclass else ControlNet
+    return own_class(
         network.eval(), load_device=model.load_device, strength_type=strength, global_average_pooling=pooling, **settings
     )
+
+
+@node("CONTROL_NET", control_net="CONTROL_NET")
+def TestScaledNetwork(control_net: Any, scale: float = 1.0) -> Any:
+    """Scales a ControlNet's weights in place, those that it was loaded with."""
+    network = control_net.control_model
+    loaded = LOADED.setdefault(network, [weight.clone() for weight in network.parameters()])
+    for weight, before in zip(network.parameters(), loaded, strict=True):
+        weight.data.copy_(before * scale)
+    return control_net
+
+
+LOADED: WeakKeyDictionary[Any, list[Tensor]] = WeakKeyDictionary()
 
 
 @node("MODEL", again=True, model="MODEL")
