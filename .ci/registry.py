@@ -22,6 +22,7 @@ families.version = lambda: None  # whatever ComfyUI is there, the document is ab
 
 from cp_runtime.comfyui import TESTED
 from cp_runtime.families import PLANS
+from cp_runtime.families.controlnets import CONTROLNETS
 from cp_runtime.families.family import FamilyPlan
 from cp_runtime.vaes import ROW_PLANS
 
@@ -50,14 +51,20 @@ attention (`tests/support/next_classes`). No real one has run yet.
 Ming-Image runs in the class of Lumina 2; it was not tried. Qwen-Image 2.1 keeps keys and values of text and references for later
 steps; ranks compute them in every step, so a picture with large references gains less than others.
 """
+ON_RANKS = """
+## ControlNets on the ranks
+
+Ranks compute these networks, each for its tokens or items; others are computed on one device (`docs/adr/0048`).
+
+{rows}"""
 REFUSALS = """
 ## Refused, or not shared
 
 - A model whose class is not listed.
 - ControlNet residuals for a family that adds none, and ControlNets that compute with the model's own weights (ControlLoRA, Qwen's
   Fun ControlNet).
-- SamplerARVideo (autoregressive sampling of Causal Wan) and FluxKVCache: they keep keys and values of earlier frames or steps
-  inside the transformer. `cp_runtime/comfy/shared/patches.py` lists other nodes that patch the transformer.
+- SamplerARVideo and FluxKVCache: they keep earlier keys and values inside the transformer. `cp_runtime/comfy/shared/patches.py`
+  lists other nodes.
 - The batch axis, always or in some calls, where one item depends on another: {batch}. Their sequence is still shared.
 """
 VAES = """
@@ -109,7 +116,8 @@ def render() -> str:
     refused = REFUSALS.format(batch=", ".join(plan.family for plan in plans if plan.shares_batch is not None))
     vaes = VAES.format(rows="".join(f"- {plan.family}: `{name}`\n" for name, plan in ROW_PLANS.items()))
     known = "".join(line(plan) for plan in plans if plan not in newer)
-    return head + known + NEWER.format(newest=TESTED[-1], rows="".join(map(line, newer))) + refused + vaes
+    networks = ON_RANKS.format(rows="".join(f"- `{name}`: {plan.stream or 'items'}\n" for name, plan in CONTROLNETS.items()))
+    return head + known + NEWER.format(newest=TESTED[-1], rows="".join(map(line, newer))) + networks + refused + vaes
 
 
 def main() -> None:
