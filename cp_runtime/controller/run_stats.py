@@ -40,6 +40,7 @@ class CallRecord:
     reports: list[CallReport]
     pids: list[int]
     node: Node | None = None  # that it ran for
+    sent: int = 0  # bytes of its arguments, to every rank
     most: int = 0  # ranks with the memory for the model, see `placement.Choice`
     fetched: bool = False  # the ranks send each other their weights, also for a call that one of them computes
     # Of the ranks that took part, from `Chooser.described`; None where there was none
@@ -249,6 +250,7 @@ class RunStats:
             "seconds": first.seconds,
             "communication_seconds": sent.seconds,
             "communication_bytes": sent.bytes,
+            "sent_to_ranks": record.sent,
             "predicted_seconds": outcome.predicted_seconds,
             "predicted_bytes": outcome.predicted_bytes,
         }

@@ -263,7 +263,8 @@ class Workers:
         reports = [replace(reply, value=None) for reply in replies]
         chosen = self.models.resident[key].choice
         fetched, most = chosen.placement in (SHARDED, OFFLOADED), chosen.most
-        return out, CallRecord(seconds=seconds, reports=reports, pids=self.pool.pids, fetched=fetched, most=most)
+        record = CallRecord(seconds=seconds, reports=reports, pids=self.pool.pids, fetched=fetched, most=most, sent=packer.nbytes)
+        return out, record
 
     def _warn_of_left(self, reports: Sequence[CallReport]) -> None:
         """Log once which blocks run uncompiled although the graph asks for compiled ones."""

@@ -100,6 +100,7 @@ def _of_ranks(model: ContextParallelPatcher, result: RunResult, last: CallRecord
             "predicted_seconds": round(mean["predicted_seconds"], 6),
             "bytes": round(mean["communication_bytes"]),
             "predicted_bytes": round(mean["predicted_bytes"]),
+            "sent_to_ranks": round(mean["sent_to_ranks"]),  # bytes of a call's arguments, by ComfyUI's process
         },
         "ranks": [
             {
