@@ -31,10 +31,15 @@ def shared(x: float, y: float, width: float, height: float, devices: tuple[str, 
     """A picture whose rows devices share."""
     row = height / len(devices)
     rows = (f'<rect x="{x}" y="{y + i * row}" width="{width}" height="{row - 3}" fill="{c}"/>' for i, c in enumerate(devices))
-    hill = f"M{x} {y + height - 3} L{x + width * 0.35} {y + height * 0.4} L{x + width * 0.55} {y + height * 0.7} "
-    hill += f"L{x + width * 0.7} {y + height * 0.55} L{x + width} {y + height - 3} Z"
-    sun = f'<circle cx="{x + width * 0.75}" cy="{y + height * 0.25}" r="{height * 0.11}" fill="white" opacity=".8"/>'
-    return "".join(rows) + f'<path d="{hill}" fill="black" opacity=".35"/>' + sun
+    return "".join(rows) + scene(x, y, width, height, 'fill="black" opacity=".35"', 'fill="white" opacity=".8"')
+
+
+def scene(x: float, y: float, width: float, height: float, hill: str, sun: str) -> str:
+    """What every picture shows, in these styles."""
+    path = f"M{x} {y + height - 3} L{x + width * 0.35} {y + height * 0.4} L{x + width * 0.55} {y + height * 0.7} "
+    path += f"L{x + width * 0.7} {y + height * 0.55} L{x + width} {y + height - 3} Z"
+    disc = f'<circle cx="{x + width * 0.75}" cy="{y + height * 0.25}" r="{height * 0.11}" {sun}/>'
+    return f'<path d="{path}" {hill}/>' + disc
 
 
 def picture() -> str:
@@ -84,6 +89,14 @@ def halves() -> str:
     return drawn + sign.format(127, "+") + sign.format(352, "–")
 
 
+def edges() -> str:
+    """Those of a picture, and a picture along them."""
+    line = 'fill="none" stroke="white" stroke-width="4" stroke-linejoin="round"'
+    found = '<rect x="28" y="223" width="152" height="152" fill="black"/>' + scene(40, 235, 128, 128, line, line)
+    arrow = '<path d="M192 299 h34 m-15 -15 l15 15 l-15 15" stroke="white" stroke-width="7" fill="none"/>'
+    return found + arrow + shared(240, 192, 214, 214)
+
+
 def steps() -> str:
     """Some are computed, some are left out."""
     out = '<rect x="{}" y="{}" width="118" height="118" fill="none" stroke="white" stroke-width="4" stroke-dasharray="10 9"/>'
@@ -121,6 +134,7 @@ def parts() -> str:
 
 CARDS = {
     "Flux on all GPUs": ("Flux", "text to image", "#6d28d9", "#1e1b4b", picture),
+    "Flux with ControlNet on all GPUs": ("ControlNet", "Flux, along a picture's edges", "#0e7490", "#083344", edges),
     "Flux with EasyCache on all GPUs": ("EasyCache", "Flux, without needless steps", "#334155", "#020617", steps),
     "MiniMax-H3 image to video on all GPUs": ("MiniMax-H3", "image to video with sound", "#65a30d", "#1a2e05", video_with_sound),
     "GGUF on all GPUs": ("GGUF", "Flux, quantised", "#475569", "#0f172a", blocks),

@@ -13,7 +13,7 @@ from urllib.parse import quote
 import pytest
 from support import checkpoints, families, gguf_files
 from support.graphs import cp_config
-from support.latents import assert_close
+from support.latents import assert_close, differ
 from support.server import CHECKOUT, PACK, ComfyServer
 from support.server_events import PromptRejected
 from support.workflows import NOTES, Json, node_inputs, outputs_of, real_nodes, slots_of, to_prompt, widget_values
@@ -25,7 +25,7 @@ PACKS = dict.fromkeys(OWN_NODES, PACK) | {"UnetLoaderGGUF": "comfyui-gguf"}
 """Nodes that are not ComfyUI's, and the pack of each in ComfyUI's registry, where the Manager looks for what is missing."""
 
 
-FILE_INPUTS = {"ckpt_name", "unet_name", "clip_name", "clip_name1", "clip_name2", "vae_name"}
+FILE_INPUTS = {"ckpt_name", "unet_name", "clip_name", "clip_name1", "clip_name2", "vae_name", "control_net_name"}
 MOVED = {"SaveVideo": "0.31.0"}
 """Nodes with other inputs from that version of ComfyUI on, which takes the old ones as well: tests/browser opens them."""
 
@@ -160,6 +160,7 @@ TINY_MODELS = {
     "sd_xl_base_1.0.safetensors": "family-sdxl.safetensors",
     "minimax_h3_fl2va_pruned_int8_convrot.safetensors": "family-minimax.safetensors",
 }
+CONTROLLED = "Flux with ControlNet on all GPUs"
 H3 = "MiniMax-H3 image to video on all GPUs"
 LARGER = "Model larger than one GPU"
 SERVED = {
@@ -173,6 +174,7 @@ WITH_SOUND = {H3}
 
 CONDITIONING = {
     "Flux on all GPUs": {"tokens": 12, "width": 64, "pooled_width": 64},
+    CONTROLLED: {"tokens": 12, "width": 64, "pooled_width": 64},
     "Flux with EasyCache on all GPUs": {"tokens": 12, "width": 64, "pooled_width": 64},
     H3: {"tokens": 12, "width": 48},
     "GGUF on all GPUs": {"tokens": 12, "width": 64, "pooled_width": 64},
@@ -224,7 +226,10 @@ def tiny(name: str, *, world_size: int | None) -> dict[str, Json]:
                 codec = {"channels": 24, "space": 16, "time": 4}
                 prompt[node_id] = {"class_type": "TestCodec", "inputs": {"seed": next(seeds), **codec}}
             case "VAELoader":
-                prompt[node_id] = {"class_type": "TestVae", "inputs": {"seed": next(seeds), "channels": 16, "video": True}}
+                codec = {"channels": 16, "video": name != CONTROLLED}
+                prompt[node_id] = {"class_type": "TestVae", "inputs": {"seed": next(seeds), **codec}}
+            case "ControlNetLoader":
+                inputs["control_net_name"] = "flux_union.safetensors"
             case "VAEDecode" | "CPVAEDecode" | "VAEDecodeAudio" as decode:
                 samples = inputs["samples"]
                 if name in WITH_SOUND:
@@ -267,6 +272,13 @@ def test_latent_equals_the_graph_without_context_parallel(name, server, low_nois
 def test_latent_of_a_family_equals_the_graph_without_context_parallel(name, served, server, family_checkpoints, as_checkpoint):
     as_checkpoint(served)
     compare(name, server)
+
+
+def test_the_controlnet_of_the_template_matters(server):
+    stock, changed = (tiny(CONTROLLED, world_size=None) for _ in range(2))
+    next(node for node in changed.values() if node["class_type"] == "ControlNetApplyAdvanced")["inputs"]["strength"] = 0.0
+    (one,), (other,) = (server.latents(server.run(prompt, timeout=120)).values() for prompt in (stock, changed))
+    assert differ(one, other)
 
 
 def compare(name: str, server: ComfyServer) -> None:

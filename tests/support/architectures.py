@@ -132,6 +132,35 @@ class FluxControlNet(Flux):
 
 
 @dataclass(frozen=True, kw_only=True)
+class FluxUnion(Flux):
+    """A ControlNet for Flux that takes the hint as a latent, and which of `kinds` it is; in diffusers' names, as published."""
+
+    kinds: int = 8
+
+    def tensors(self) -> Iterator[Init]:
+        hidden = self.hidden
+        yield from _linear("x_embedder", hidden, 64)
+        yield from _linear("controlnet_x_embedder", hidden, 64)
+        yield from _linear("context_embedder", hidden, self.context_dim)
+        yield Init(name="controlnet_mode_embedder.weight", shape=(self.kinds, hidden), std=1.0)
+        for name, in_dim in (("timestep", 256), ("guidance", 256), ("text", self.pooled_dim)):
+            yield from _linear(f"time_text_embed.{name}_embedder.linear_1", hidden, in_dim, gain=1.4)
+            yield from _linear(f"time_text_embed.{name}_embedder.linear_2", hidden, hidden)
+        for i in range(self.double_blocks):
+            block = f"transformer_blocks.{i}"
+            for name in ("norm1", "norm1_context"):
+                yield from _linear(f"{block}.{name}.linear", 6 * hidden, hidden, gain=GATE_GAIN, bias_std=0.3)
+            for name in ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"):
+                yield from _linear(f"{block}.attn.{name}", hidden, hidden)
+            for name in ("norm_q", "norm_k", "norm_added_q", "norm_added_k"):
+                yield from _norm(f"{block}.attn.{name}.weight", 128, mean=QK_GAIN)
+            for name in ("ff", "ff_context"):
+                yield from _linear(f"{block}.{name}.net.0.proj", 4 * hidden, hidden)
+                yield from _linear(f"{block}.{name}.net.2", hidden, 4 * hidden)
+            yield from _linear(f"controlnet_blocks.{i}", hidden, hidden, gain=GATE_GAIN)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Wan(Architecture):
     """Wan 2.1 and 2.2: self-attention over all frames, cross-attention to the text.
 

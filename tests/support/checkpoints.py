@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .architectures import SD3, Architecture, Flux, FluxControlNet, Init, Wan
+from .architectures import SD3, Architecture, Flux, FluxControlNet, FluxUnion, Init, Wan
 
 REPEATED = 1_000_003  # values; a prime, so that no two rows are alike
 
@@ -80,6 +80,7 @@ CHECKPOINTS: dict[str, Checkpoint] = {
     },
     "flux_fp8_checkpoint": Checkpoint(architecture=Flux(hidden=256), quantization="fp8", prefix="model.diffusion_model."),
     "flux_controlnet": Checkpoint(architecture=FluxControlNet(hidden=256, double_blocks=1, single_blocks=1), folder="controlnet"),
+    "flux_union": Checkpoint(architecture=FluxUnion(hidden=256, double_blocks=1, single_blocks=0), folder="controlnet"),
     "wan_t2v": Checkpoint(architecture=Wan()),
     "wan_t2v_low": Checkpoint(architecture=Wan(), seed=1),
     "wan_t2v_fp8_scaled": Checkpoint(architecture=Wan(), quantization="fp8_scaled"),

@@ -293,7 +293,7 @@ class _References:
 
     def __init__(self, model: nn.Module, objects: Mapping[str, Any], patcher: Any) -> None:
         self._own: Any = None if patcher is None else patcher.model
-        self.run: int = 0 if patcher is None else patcher.cp_run.number
+        self.run: int = patcher.cp_run.number if hasattr(patcher, "cp_run") else 0  # that of a stock run, and of none
         self.takes_own = False
         placed = {id(thing) for thing in objects.values()}
         self._paths = {number: path for number, path in paths_of(model).items() if number not in placed}
