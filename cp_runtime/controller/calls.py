@@ -148,7 +148,7 @@ class ModelCall:
     restores: bool = False  # what patches have noted is as it was before the last call, which was given up
     compares: bool = False  # it is to be compared with one device
     all_tokens: bool = False  # its attention needs all tokens of a head at once
-    controlnets: int = 0  # that the ranks compute
+    controlnets: tuple[str, ...] = ()  # that the ranks compute: keys of their networks
     controlnets_here: tuple[str, str] | None = None  # why this process did: a key of the report's words, and what they name
     networks: Mapping[str, nn.Module] = field(default_factory=dict)  # networks of patches in the arguments, by key
     code: Code | None = None  # of patches in the arguments

@@ -123,7 +123,7 @@ class Controller:
             if call.unlisted is not None and call.compares:
                 call.unlisted.check_devices(workers.pool.device_names)
             workers.models.compare_code(call.code, cancelled)
-            workers.models.attach_networks(call, cancelled)
+            workers.models.attach_networks(call, target.key, cancelled)
             return workers.call(config, target, call, node, self.journal.run, cancelled)
 
         with self._exclusive(cancelled), self._recorded():

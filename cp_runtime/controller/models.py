@@ -55,7 +55,7 @@ class Models:
         self.resident: dict[str, Resident] = {}
         self._formats: tuple[str, ...] | None = None
         self._compared: set[tuple[tuple[str, ...], str]] = set()
-        self._networks: dict[str, weakref.ref[nn.Module]] = {}  # by key
+        self._networks: dict[str, tuple[weakref.ref[nn.Module], str]] = {}  # by key, with the placement
 
     @property
     def names(self) -> list[str]:
@@ -134,7 +134,7 @@ class Models:
 
     def drop(self, forgotten: Collection[str], cancelled: Callable[[], bool]) -> None:
         """Make the ranks drop models that this process no longer has, by their keys, and the networks of vanished patches."""
-        gone = [key for key, network in self._networks.items() if network() is None]
+        gone = [key for key, (network, _) in self._networks.items() if network() is None]
         if gone or forgotten:
             self._drop((*gone, *forgotten), cancelled=cancelled)
 
@@ -236,23 +236,29 @@ class Models:
         self.encoder.reset()
         self._pool.request(Drop(keys=tuple(keys)), **waiting)
 
-    def attach_networks(self, call: ModelCall, cancelled: Callable[[], bool]) -> None:
-        """Send the networks of a call's patches, each once."""
-        for key in call.networks.keys() - self._networks.keys():
-            if changed := [other for other, network in self._networks.items() if network() is call.networks[key]]:
-                self._drop(changed, cancelled=cancelled)
+    def attach_networks(self, call: ModelCall, model: str, cancelled: Callable[[], bool]) -> None:
+        """Send the networks of a call's patches, and of its ControlNets, each once. Ranks keep the latter as they keep the model,
+        by its key, and others whole: nobody knows when these run."""
+        placement = self.resident[model].choice.placement
+        for key, network in call.networks.items():
+            own = placement if placement in (SHARDED, OFFLOADED) and key in call.controlnets else WHOLE
+            there = {other: held for other, (known, held) in self._networks.items() if known() is network}
+            if there == {key: own}:
+                continue
+            if there:  # it has changed since, or its place
+                self._drop(list(there), cancelled=cancelled)
             packer = TensorPacker()
-            leaves = tuple(packer.add(each, key) for each in call.encode_network(call.networks[key]))
+            leaves = tuple(packer.add(each, key) for each in call.encode_network(network))
             try:
                 with contextlib.closing(SharedBlock()) as memory:  # the ranks keep it: one copy for all
                     with self._pool.named_errors("attach"):
                         packer.write(memory.view(round_up(packer.nbytes, mmap.PAGESIZE)))
-                    request = AttachNetwork(key=key, leaves=leaves, memory=memory.address)
+                    request = AttachNetwork(key=key, leaves=leaves, memory=memory.address, placement=own)
                     self._pool.request(request, kept=memory.view(memory.size), cancelled=cancelled)
             except BaseException:
                 self._forget(key)
                 raise
-            self._networks[key] = weakref.ref(call.networks[key])
+            self._networks[key] = weakref.ref(network), own
 
     def compare_code(self, used: Code | None, cancelled: Callable[[], bool]) -> None:
         """Compare code with that of the ranks, once."""

@@ -21,7 +21,7 @@ class Demand(NamedTuple):
     sizes: Sizes  # of its transformer's weights
     call: float  # bytes that ComfyUI expects a call to take on one device, without weights
     stages: int = 0  # most stages it can be divided into
-    beside: int = 0  # bytes of ControlNets, which every rank has whole
+    beside: tuple[Sizes, ...] = ()  # of ControlNets, which ranks keep as they keep the model
 
     @property
     def weights(self) -> int:
@@ -37,12 +37,14 @@ class Demand(NamedTuple):
 
     def per_rank(self, placement: str, ranks: int) -> float:
         """Return the bytes on the device of one rank, with its part of a call."""
-        return self.on_device(placement, ranks) + self.beside + self.call / (1 if placement == STAGED else ranks)
+        shared, on_host = placement in (SHARDED, OFFLOADED), placement == OFFLOADED
+        beside = sum(each.per_rank(ranks, on_host=on_host) if shared else each.whole for each in self.beside)
+        return self.on_device(placement, ranks) + beside + self.call / (1 if placement == STAGED else ranks)
 
     @property
     def besides(self) -> float:
         """Bytes besides the model's weights, on one device."""
-        return self.call + self.beside
+        return self.call + sum(each.whole for each in self.beside)
 
 
 def held_parts(choice: Choice, held: int, whole: int, unit: str, ranks: int) -> dict[str, str]:
@@ -124,7 +126,7 @@ def choose(
         return Choice(WHOLE, f"whole: {first}; the others have {small} free", most)
     for placement in PLACEMENTS[PLACEMENTS.index(at_least) :]:
         if demand.per_rank(placement, ranks) <= room:
-            beside = f", beside {demand.beside / GB:.3g} GB of ControlNets" if demand.beside else ""
+            beside = f", beside {(demand.besides - demand.call) / GB:.3g} GB of ControlNets" if demand.beside else ""
             return Choice(placement, f"{placement}: {_on_each(demand, placement, ranks)} of {room / GB:.3g} GB{beside}")
     if not demand.sizes.blocks:
         return Choice(WHOLE, f"whole: {demand.weights / GB:.3g} GB of weights, none of which can be shared out")

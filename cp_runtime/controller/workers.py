@@ -132,7 +132,7 @@ class Workers:
             out, record = self._timed(config, target, call, run, cancelled)
         if config.weights == "auto" and placement in (SHARDED, OFFLOADED) and self._link_is_slow(record):
             self.models.slow.add(target.key)
-        record = replace(record, node=node, controlnets=call.controlnets, controlnets_here=call.controlnets_here)
+        record = replace(record, node=node, controlnets=len(call.controlnets), controlnets_here=call.controlnets_here)
         if call.unlisted is not None:
             record = replace(record, on_all_tokens=call.unlisted.on_all_tokens, on_whole_batch=call.unlisted.on_whole_batch)
         self.last_call = record

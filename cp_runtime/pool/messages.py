@@ -409,6 +409,7 @@ class AttachNetwork(Request[Done]):
     key: str
     leaves: tuple[Tree, ...]  # `comfy.shared.objects.Written.leaves`
     memory: tuple[int, int]  # where these lie, as of `Load`
+    placement: str  # of its weights, as of `Load`: whole, sharded or offloaded
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -147,6 +147,19 @@ def test_comfyui_computes_what_it_has_to_and_the_report_says_why(why, server):
     assert said is None or f"ControlNets computed on one device{said}" in result.outputs["shown"]["text"][0]
 
 
+@pytest.mark.parametrize("weights", ["whole", "sharded", "offloaded"])
+def test_the_ranks_keep_it_as_they_keep_the_model(weights, server):
+    """Blocks of which each has a part are sent; whatever it was kept as before."""
+    expected, sent = server.sample_once(completed(CASES["real"].build(), server)), []
+    for case in ("real", "plain"):
+        graph = CASES["real"].without() if case == "plain" else CASES["real"]
+        result = server.run(completed(graph.build(cp={"world_size": 2, "weights": weights}), server), timeout=240).check()
+        sent.append(result.report["communication"]["bytes"])
+        if case == "real":
+            assert_close(server.latent(result), expected)
+    assert (sent[0] - sent[1] > 5e6) == (weights != "whole"), sent
+
+
 def test_the_ranks_share_its_weights(server):
     """In the host's memory they are there once, and not once per rank."""
     taken = []

@@ -84,8 +84,8 @@ def test_a_call_needs_room_too():
     assert choose(config(), larger, 66 * GB).placement == "sharded"
 
 
-def test_every_rank_has_room_for_the_whole_of_controlnets():
-    beside = DEMAND._replace(beside=3 * GB)
+def test_every_rank_has_room_for_controlnets():
+    beside = DEMAND._replace(beside=(Sizes(blocks=2 * GB, largest=GB, rest=GB),))
     assert choose(config(), beside, 70 * GB).placement == "whole"
     assert choose(config(), beside, 68 * GB).reason.endswith("of 68 GB, beside 3 GB of ControlNets")
     assert [choose(config(), demand, 68 * GB).placement for demand in (DEMAND, beside)] == ["whole", "sharded"]

@@ -45,8 +45,7 @@ def residuals_of(
     merged: Any = None
     lengths: set[tuple[int, ...]] = set()
     for each in controlnets:
-        network = ATTACHED[each["key"]].model
-        out, found = _run(network, each["arguments"], mesh, planner, on_module)
+        out, found = _run(ATTACHED[each["key"]], each["arguments"], mesh, planner, on_module)
         lengths.add(found)
         settings: Any = SimpleNamespace(**{**each, "strength_type": StrengthType[each["strength_type"]]})
         merged = ControlBase.control_merge(settings, out, merged, None)
@@ -57,14 +56,18 @@ def residuals_of(
 
 
 def _run(
-    network: nn.Module, arguments: Mapping[str, Any], mesh: SequenceMesh, planner: Planner, on_module: Callable[[], None] | None
+    patcher: Any, arguments: Mapping[str, Any], mesh: SequenceMesh, planner: Planner, on_module: Callable[[], None] | None
 ) -> tuple[Any, tuple[int, ...]]:
     """Return the residuals of one ControlNet, and the numbers of their tokens on all ranks."""
-    plan = CONTROLNETS[class_name(network)]
+    network: nn.Module = patcher.model
+    plan, weights = CONTROLNETS[class_name(network)], getattr(patcher, "cp_shards", None)
     installed = _installed.get(network)
     if installed is None:
         installed = _installed[network] = InstalledPlan(network, plan)
-    with installed.call(mesh, planner, on_module) as call, attention_by_name(plan.attention_names, attention_override(call)):
+    with (
+        installed.call(mesh, planner, on_module, weights) as call,
+        attention_by_name(plan.attention_names, attention_override(call)),
+    ):
         out = installed.forward(network.forward, **arguments)
         state: CallState = call.state
         return out, tuple(state.layout((plan.stream,)).local_lengths) if plan.stream else ()

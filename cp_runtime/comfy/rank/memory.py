@@ -39,7 +39,7 @@ from ...nested import alias, is_plain_storage_subclass, stored
 from ...system import system
 from ..shared.patches import changes_shape
 from ..shared.values import Facts, Model
-from ..shared.weights import PREFIX, SMALL, STAYS, parameters_of
+from ..shared.weights import PREFIX, SMALL, STAYS, network_of, parameters_of
 
 # Remedy for code that reads a weight absent from this rank.
 SHARDED_REMEDY = "Set weights to whole in CP Config, or remove the node that reads it."
@@ -290,9 +290,7 @@ class ShardedWeightsPatcher(PartialWeightsPatcher):
         patcher.cp_ranks, patcher.cp_on_host, patcher.cp_shards, patcher.cp_size = ranks, on_host, None, size
 
     def load(self, device_to: torch.device, *args: Any, **kwargs: Any) -> None:
-        shards = ShardedWeights(
-            self.model.diffusion_model, self.cp_ranks, device_to, on_host=self.cp_on_host, remedy=SHARDED_REMEDY
-        )
+        shards = ShardedWeights(network_of(self.model), self.cp_ranks, device_to, on_host=self.cp_on_host, remedy=SHARDED_REMEDY)
         self.cp_shards = shards
         own = self._load_without(shards.blocks.values(), device_to)
         for block, parameters in own.items():

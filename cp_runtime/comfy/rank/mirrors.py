@@ -16,10 +16,12 @@ from typing import Any
 import comfy.sd  # noqa: F401  (slow: now, and not at the first load)
 import torch
 from comfy import model_management
+from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
 from ...engine.cost import DegreePlanner
 from ...engine.ranks.mesh import BatchMesh, SequenceMesh
+from ...engine.weights.blocks import sizes_of
 from ...errors import CompileError, MirrorError
 from ...families import plan_for
 from ...nested import is_plain_storage_subclass, map_tensors, stored, tensors
@@ -30,6 +32,7 @@ from ...pool.tensor_cache import owned
 from ...system import system
 from ..shared.fingerprint import code_of, digest_of, found
 from ..shared.formats import formats_of
+from ..shared.values import Facts
 from ..shared.weights import weight_patches_digest
 from .batch import CallPart, Given, part_of, take_items
 from .files import OwnFiles
@@ -50,7 +53,7 @@ from .model import Mirror
 from .noted import HELD
 from .objects import read_leaves, read_model
 from .packs import FAILED, import_packs
-from .patches import ATTACHED, PLACES, attach_network
+from .patches import ATTACHED, PLACES
 from .quantised import own_formats, shared_scales
 from .texts import texts_that_fit
 
@@ -240,11 +243,19 @@ class Mirrors:
                 model_management.load_models_gpu(wanted, memory_required=needed)
             mirror.reserved = needed
 
-    def attach_network(self, request: AttachNetwork, block: Tensor) -> None:
+    def attach_network(self, request: AttachNetwork, block: Tensor, mesh: BatchMesh) -> None:
         """Take a network for other nodes' patches, or a ControlNet's; its tensors stay in `block`. The next call moves it to the
         device."""
-        leaves = [read_tensor(block, leaf) for leaf in request.leaves]
-        attach_network(request.key, read_leaves(leaves, self.device), self.device)
+        network = read_leaves([read_tensor(block, leaf) for leaf in request.leaves], self.device)
+        patcher = ATTACHED[request.key] = ModelPatcher(network, load_device=self.device, offload_device=torch.device("cpu"))
+        known = [(block.data_ptr(), block.data_ptr() + block.nbytes)]
+        pages, facts = Pages(known, known), Facts.of(network)
+        if request.placement == WHOLE:
+            MappedWeightsPatcher.adopt(patcher, pages, facts, self.progress)
+        else:
+            ranks, on_host = mesh.sequence().weights, request.placement == OFFLOADED
+            size = sizes_of(network).per_rank(ranks.size, on_host=on_host)
+            ShardedWeightsPatcher.shard(patcher, pages, facts, ranks, size, self.progress, on_host=on_host)
 
     def drop(self, keys: Iterable[str]) -> None:
         """Drop models and networks of patches. Host and device memory is freed; files stay in the page cache."""

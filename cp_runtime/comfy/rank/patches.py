@@ -124,10 +124,6 @@ def _equal(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, Tensor) else bool(one == other)
 
 
-def attach_network(key: str, module: nn.Module, device: torch.device) -> None:
-    ATTACHED[key] = comfy.model_patcher.ModelPatcher(module, load_device=device, offload_device=torch.device("cpu"))
-
-
 def read_patches(encoded: Mapping[str, Any], model: nn.Module, call: RunningCall, device: torch.device) -> CallPatches:
     """Read the patches of a call."""
     own = OwnPatcher(model, device)

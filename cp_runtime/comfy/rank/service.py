@@ -76,7 +76,7 @@ class ModelService:
         return self._mirrors.load(request, kept, partial(self._worker.mapped, request.blocks), self._worker.mesh)
 
     def _attach(self, request: AttachNetwork, block: Tensor) -> None:
-        self._mirrors.attach_network(request, self._worker.keep(request.memory, block))
+        self._mirrors.attach_network(request, self._worker.keep(request.memory, block), self._worker.mesh)
 
     def _drop(self, request: Drop, _: Tensor) -> None:
         self._worker.cache.clear()

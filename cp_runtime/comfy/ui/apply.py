@@ -18,7 +18,7 @@ from ...controller.run_stats import RunStats, unit_of
 from ...engine.measuring import device_driver, device_name
 from ...errors import UnsupportedError, bad_value
 from ...pool.config import RuntimeConfig
-from .controlnets import ControlNets, sizes_of
+from .controlnets import ControlNets, form_of
 from .interception import check_forward
 from .names import kind_of
 from .obstacles import check_model, check_stages, conditions_obstacle
@@ -166,7 +166,7 @@ def timed(patcher: Any) -> Any:
         executor: Callable[..., Any], x: Any, t: Any, c_concat: Any = None, c_crossattn: Any = None, control: Any = None,
         *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        timer.enter({"x": x, "concat": c_concat, "control": sizes_of(control), **kwargs})
+        timer.enter({"x": x, "concat": c_concat, "control": form_of(control), **kwargs})
         out = executor(x, t, c_concat, c_crossattn, control, *args, **kwargs)
         timer.leave()
         return out

@@ -16,6 +16,7 @@ import comfy.model_management
 import torch
 from torch import nn
 
+from ...engine.weights.blocks import Sizes, sizes_of
 from ...families import class_name
 from ...families.controlnets import CONTROLNETS
 from .networks import identified
@@ -68,7 +69,7 @@ class DeferredControl(dict[str, Any]):
         dict.update(self, out or {})
 
 
-def sizes_of(control: Any) -> Any:
+def form_of(control: Any) -> Any:
     """Return what tells kinds of calls with residuals apart, without computing any."""
     return tuple(each.arguments for each in control.links) if isinstance(control, DeferredControl) and control.links else control
 
@@ -112,12 +113,12 @@ class ControlNets(NamedTuple):
 
     Args:
         on_ranks: those whose networks ranks can run.
-        nbytes: of these networks.
+        sizes: of these networks.
         kinds_here: classes of the others.
     """
 
     on_ranks: tuple[Any, ...] = ()
-    nbytes: int = 0
+    sizes: tuple[Sizes, ...] = ()
     kinds_here: tuple[str, ...] = ()
 
     @classmethod
@@ -127,7 +128,7 @@ class ControlNets(NamedTuple):
         networks = {id(each.control_model): each.control_model for each in taken}
         others = (each.control_model if type(each) in KINDS else each for each in found if each not in taken)
         kinds = dict.fromkeys(type(each).__name__ for each in others)
-        return cls(taken, sum(map(comfy.model_management.module_size, networks.values())), tuple(kinds))
+        return cls(taken, tuple(map(sizes_of, networks.values())), tuple(kinds))
 
     def deferred(self) -> ExitStack:
         """Have them leave their networks to the ranks, until the stack is closed."""

@@ -160,7 +160,7 @@ class WorkerForward(Replacement):
             memory=memory_of_items(owner.model, latent),
             memory_scale=owner.cp_run.memory_scale,
             compile=compiled,
-            controlnets=len(arguments.get(CONTROLNETS, ())),
+            controlnets=tuple(each["key"] for each in arguments.get(CONTROLNETS, ())),
             controlnets_here=here,
             networks=networks,
             code=code_of_patches(code, patches.sent),

@@ -324,7 +324,7 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         hooked = with_hooks(self)
         fingerprint = ModelFingerprint(hooked, value.classes, value.names)
         memory, copies = self.cp_run.call_memory, partial(copies_of, self, value)
-        beside = 0 if self.cp_config.in_stages else self.cp_run.controlnets.nbytes
+        beside = () if self.cp_config.in_stages else self.cp_run.controlnets.sizes
         return Target(hooked, value, notes.name, notes.kind, memory, fingerprint, copies, beside)
 
     def look_again(self) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...controller.placement import Demand
-from ...engine.weights.blocks import sizes_of
+from ...engine.weights.blocks import Sizes, sizes_of
 from ...errors import MirrorError
 from ...families import most_stages
 from ...pool.blocks import SharedBlock
@@ -49,7 +49,7 @@ class Target:
         call_memory: bytes that ComfyUI expects a call to take on one device.
         fingerprint: of its code.
         copies: see `ModelState`.
-        beside: bytes of ControlNets that ranks run with it.
+        beside: sizes of ControlNets that ranks run with it.
     """
 
     patcher: Any
@@ -59,7 +59,7 @@ class Target:
     call_memory: float
     fingerprint: Fingerprint
     copies: Callable[[], tuple[Copy, ...]] = tuple
-    beside: int = 0
+    beside: tuple[Sizes, ...] = ()
 
     @property
     def key(self) -> str:

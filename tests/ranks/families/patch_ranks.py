@@ -121,7 +121,7 @@ options = {"patches": {**recorder.patches, "post_input": [uso, uso]}, "patches_r
 patches = PatchSet.of(options, qwen)
 entry, networks = patches.encoded, patches.networks
 (key,) = networks
-node_patches.attach_network(key, rebuilt_of(networks[key]), CPU)
+node_patches.ATTACHED[key] = ModelPatcher(rebuilt_of(networks[key]), CPU, CPU)
 
 
 class Call:
