@@ -38,6 +38,10 @@ class UnsentError(UnsupportedError):
     """A value of ComfyUI's process cannot be sent to the ranks, and is needed there."""
 
 
+class PatchInterrupt(ContextParallelError):
+    """Code of another node has interrupted the prompt, on a rank."""
+
+
 class PatchError(UnsupportedError):
     """Code of another node, which no table lists, has raised something on a rank."""
 

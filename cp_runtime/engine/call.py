@@ -48,8 +48,8 @@ class Scope(NamedTuple):
 class Blocks(Protocol):
     """Runs blocks on this rank's tokens inside code that has all of them."""
 
-    def enter(self, name: str) -> None:
-        """Enter a block."""
+    def enter(self, name: str, values: Any) -> None:
+        """Enter a block with these arguments."""
 
     def split(self, values: Any, plan: ModulePlan) -> Any:
         """Return this rank's tokens of the arguments that a block's plan does not name."""

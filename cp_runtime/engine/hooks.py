@@ -288,7 +288,7 @@ def _enter_module(
 ) -> tuple[Any, ...]:
     blocks = call.blocks if call.state.on_all and plan.is_block else None
     if blocks is not None:
-        blocks.enter(name)
+        blocks.enter(name, (args, kwargs))
     values, named = list(args), dict(kwargs)
     if not call.state.on_all:
         call.enter_module(name, plan)

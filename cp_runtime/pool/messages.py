@@ -199,6 +199,7 @@ class CallOutcome:
     staged: Staged | None = None  # None where every rank computes all blocks
     noted: str = ""  # what patches of other nodes that no table lists have noted: `comfy.shared.noted`
     unsaid: str = ""  # why that cannot be said
+    wrote: tuple[str, ...] = ()  # entries of transformer_options that they have written
 
 
 @dataclass(frozen=True, kw_only=True)

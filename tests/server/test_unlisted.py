@@ -28,6 +28,7 @@ RUN = (
     "outer_forward",
     "inner_forward",
     "own_model",
+    "layers",
 )
 MODES = {
     "2 ranks": {"world_size": 2},
@@ -53,7 +54,10 @@ def test_latent_equals_the_stock_graph(kind, served, mode, server, family_checkp
     assert_close(server.sample(graph(cp=MODES[mode])), plain)
 
 
-WHOLE = ("mixes_halves", "needs_halves", "state", "cached", "noted", "noted_in_a_dict", "noted_later", "in_a_global", "in_place")
+WHOLE = (
+    *("mixes_halves", "needs_halves", "state", "cached", "noted", "noted_in_a_dict", "noted_later", "in_a_global", "in_place"),
+    *("enum", "counter", "another_dict", "noted_expanded"),
+)
 
 
 @pytest.mark.parametrize(
@@ -117,6 +121,10 @@ REFUSED = {
     "partial": "TestUnlisted patched the transformer, and that fails on the workers",
     "on_a_class": "note something where only their own process sees it",
     "uuids": "reads uuids of transformer_options",
+    "random_of_numpy": "draws random numbers",
+    "says_itself": "SaysItself, whose class says itself what of it is sent",
+    "proxy": "something of it cannot be made there (RecursionError",
+    "written_options": "writes mean into transformer_options on the workers, where code of another node may look for it",
 }
 
 
@@ -130,4 +138,15 @@ def test_refused_by_name(kind, served, server, family_checkpoints):
     expected = server.sample(graph(model_nodes=nodes(kind)))
     assert_close(server.sample(graph(cp={**cp, "on_unsupported": "single device"}, model_nodes=nodes(kind))), expected)
     server.sample(graph(cp=cp))
+    assert server.worker_pids() == pids
+
+
+@pytest.mark.parametrize("served", ["sd15"])
+def test_a_patch_that_interrupts_the_prompt(served, server, family_checkpoints):
+    """As in the stock graph, and the ranks go on."""
+    graph = partial(GRAPHS[served], cp={"world_size": 2})
+    server.sample(graph())
+    pids = server.worker_pids()
+    assert server.run(graph(model_nodes=nodes("interrupts"))).status == "interrupted"
+    server.sample(graph())
     assert server.worker_pids() == pids

@@ -94,6 +94,13 @@ def test_refused_by_name(kind, server):
     server.sample(graph(cp=cp))
 
 
+def test_a_block_with_patches_of_its_own(server):
+    """They would get a rank's tokens: refused in the step that has them, which is not compared."""
+    cp = {"world_size": 2, "batch_degree": 1}
+    server.fails(GRAPHS["flux"](cp=cp, model_nodes=nodes("own_options")), "gives a block patches of its own", timeout=120)
+    server.sample(GRAPHS["flux"](cp=cp))
+
+
 def test_stages_have_no_call_with_all_tokens(server):
     cp = {"world_size": 2, "weights": "staged"}
     server.fails(GRAPHS["wan"](cp=cp, model_nodes=nodes("mean")), "needs all tokens at once", "Set weights of CP Config to auto")

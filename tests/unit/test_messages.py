@@ -44,7 +44,7 @@ MESSAGES = [
         value=TREE, drop=(),
     ),
     messages.Fetch(number=3),
-    messages.AttachNetwork(key="k", leaves=(TREE, TREE)),
+    messages.AttachNetwork(key="k", leaves=(TREE, TREE), memory=(1, 2), placement="whole"),
     messages.Drop(keys=("a", "b")),
     messages.MakeRoom(key=None, ranks=(0, 1)),
     messages.Describe(key="k", roots=("m:C",), packs=("/packs/p",)),

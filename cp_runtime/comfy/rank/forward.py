@@ -74,7 +74,7 @@ def run_sharded(
             device = next(tensors(list(arguments.values()))).device
             patches = read_patches(options.pop(PATCHES), installed.model, call, device)
             options |= patches.options
-            in_place, names = patches.in_place(installed.model, call), names | patches.attention_names
+            in_place, names = patches.in_place(installed.model, call, options), names | patches.attention_names
         named = {**arguments, "transformer_options": options}
         call.state.arguments = named
         if residuals is not None:

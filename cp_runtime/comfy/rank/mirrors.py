@@ -22,7 +22,7 @@ from torch import Tensor
 from ...engine.cost import DegreePlanner
 from ...engine.ranks.mesh import BatchMesh, SequenceMesh
 from ...engine.weights.blocks import sizes_of
-from ...errors import CompileError, MirrorError
+from ...errors import CompileError, MirrorError, PatchInterrupt
 from ...families import plan_for
 from ...nested import is_plain_storage_subclass, map_tensors, stored, tensors
 from ...pool.messages import AttachNetwork, Call, CallOutcome, Describe, Described, Load, Loaded, Room, Staged
@@ -159,7 +159,10 @@ class Mirrors:
         scales = shared_scales(part.mesh.whole) if mirror.formats else nullcontext()
         held = HELD.as_before() if request.repeats else nullcontext()
         with torch.no_grad(), scales, held, texts_that_fit(given.arguments):
-            return self._run(mirror, request, part, given, planner, (on_module, on_run), prelude)
+            try:
+                return self._run(mirror, request, part, given, planner, (on_module, on_run), prelude)
+            except model_management.InterruptProcessingException as error:  # no Exception: it would end the rank
+                raise PatchInterrupt("code of a node interrupted the prompt") from error
 
     def held(self, number: int) -> Tensor:
         """Return a tensor that patches have noted. Raises MirrorError: it is not here any more."""

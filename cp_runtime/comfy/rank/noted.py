@@ -73,6 +73,7 @@ class NotesHere:
     def __init__(self, notes: Notes, model: nn.Module) -> None:
         self._notes, self._modules = notes, dict(model.named_modules())
         self._overwritten: list[str] = []
+        self.wrote: list[str] = []
         self._graph: Graph | None = None
 
     @contextmanager
@@ -111,14 +112,17 @@ class NotesHere:
         except MirrorError:
             return True
 
-    def told(self) -> dict[str, str]:
+    def told(self) -> dict[str, Any]:
         """Return what has changed, as `CallOutcome` has it."""
         if self._graph is None:
             return {}
+        return {"wrote": tuple(self.wrote), **self._changes()}
+
+    def _changes(self) -> dict[str, str]:
         if self._overwritten:
             return {"unsaid": f"they change {self._overwritten[0]}, a part of the model"}
         try:
-            return {"noted": self._graph.changes(HELD.number_of)}
+            return {"noted": "" if self._graph is None else self._graph.changes(HELD.number_of)}
         except MirrorError as error:
             return {"unsaid": str(error)}
 

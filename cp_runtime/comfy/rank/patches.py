@@ -10,14 +10,15 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import comfy.model_patcher
+import numpy
 import torch
 from torch import Tensor, nn
 
 from ...engine.call import RunningCall
-from ...errors import PatchError
+from ...errors import MirrorError, PatchError
 from ...recent import Recent
 from ..shared.noted import Notes
 from ..shared.patches import listed, map_patches, name_of
@@ -25,12 +26,18 @@ from .injections import Injections
 from .noted import HELD, NotesHere
 from .objects import read
 from .pack_objects import attention_names, objects_in_place
-from .whole_tokens import InPlace, WholeTokens
+from .whole_tokens import PATCHES, InPlace, WholeTokens
 
 ATTACHED: dict[str, comfy.model_patcher.ModelPatcher] = {}
 """Networks of patches, by key."""
 
 
+BY_COMFYUI = frozenset((
+    "activations_shape", "ar_state", "block", "block_index", "block_type", "chroma_radiance_options", "grid_sizes", "img_slice",
+    "model_patch_data", "multigpu_thread_device", "original_shape", "reference_image_num_tokens", "rope_options", "total_blocks",
+    "transformer_index", "x_ref_attn_map",
+))  # fmt: skip
+"""Entries of transformer_options that ComfyUI's forwards write."""
 PLACES: Recent[str, dict[object, Any]] = Recent(8)
 """Where tokens are in what patches get, by the key of the patches: see `WholeTokens`."""
 
@@ -91,13 +98,17 @@ class CallPatches:
     own: OwnPatcher
 
     @contextmanager
-    def in_place(self, model: nn.Module, call: RunningCall) -> Iterator[None]:
-        """Have objects and notes stand in the model, while active."""
+    def in_place(self, model: nn.Module, call: RunningCall, options: dict[str, Any]) -> Iterator[None]:
+        """Have objects and notes stand in the model, while active. `options`: of the call, which code may write to."""
         objects = objects_in_place(self.objects, model, call) if self.objects else nullcontext()
         notes = self.notes
         drawn = None if notes is None else _random_states(self.own.load_device)
+        before = [(each, dict(each)) for each in _dicts_in(options)]
         with objects, nullcontext() if notes is None else notes.in_place(), self.injections.in_place(model, notes, call.mesh.whole):
             yield
+        if notes is not None:
+            written = {key for each, held in before for key in each if each[key] is not held.get(key, each)}
+            notes.wrote = sorted(map(str, written - BY_COMFYUI))
         if self.own.asked:
             raise PatchError(f"it uses {self.own.asked[0]} of the model, which the workers do not have")
         if drawn is not None and not all(map(_equal, drawn, _random_states(self.own.load_device))):
@@ -115,9 +126,16 @@ class CallPatches:
         return forward if self.on_all is None else self.on_all(stock.__name__, forward)
 
 
+def _dicts_in(options: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the options of a call and dicts in them, but those of patches."""
+    inside = (value for key, value in options.items() if key not in PATCHES and type(value) is dict)
+    return [options, *(each for value in inside for each in _dicts_in(value))]
+
+
 def _random_states(device: torch.device) -> list[Any]:
     own = [] if device.type == "cpu" else [torch.get_device_module(device).get_rng_state(device)]
-    return [random.getstate(), torch.get_rng_state(), *own]
+    _, numbers, *rest = cast(tuple[Any, ...], numpy.random.get_state())
+    return [random.getstate(), (numbers.tobytes(), *rest), torch.get_rng_state(), *own]
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -136,7 +154,12 @@ def read_patches(encoded: Mapping[str, Any], model: nn.Module, call: RunningCall
         "held": HELD.__getitem__,
     }
     data = base64.b64decode(encoded["data"])
-    things = read(data, encoded["tensors"], device, lambda reference: have[reference[0]](reference[1])).thing
+    try:
+        things = read(data, encoded["tensors"], device, lambda reference: have[reference[0]](reference[1])).thing
+    except (MirrorError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # of a pack's classes
+        raise PatchError(f"something of it cannot be made there ({type(error).__name__}: {error})") from error
     vars(own.model).update(things.get("own", {}))
     places = PLACES.setdefault(encoded["key"], {})
 
@@ -145,6 +168,8 @@ def read_patches(encoded: Mapping[str, Any], model: nn.Module, call: RunningCall
 
     def adapted(where: str, patch: Any) -> Any:
         known = listed(patch)
+        if isinstance(patch, tuple):  # a class of layers, and the code for these
+            return tuple(each if isinstance(each, type) else adapted(where, each) for each in patch)
         if known is None or encoded["on_root"]:
             return on_all_tokens(where, patch)
         return known.adapt(patch, call) if known.adapt and call.mesh.size > 1 else patch

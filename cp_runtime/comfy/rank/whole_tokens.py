@@ -27,6 +27,7 @@ from ...pool.worker import CallCancelledOnRank
 OVERRIDE = "optimized_attention_override"  # all options of the model have it, and their copies
 NOTHING: Mapping[int, Tensor] = MappingProxyType({})
 BITS = 62
+PATCHES = "patches", "patches_replace"
 IMG_SLICE = "img_slice"  # [tokens before the image, all tokens]
 
 Streams = tuple[str, ...]
@@ -82,7 +83,8 @@ class _Blocks:
         self._inside = ExitStack()
         self._copies: list[Copied] = []
 
-    def enter(self, name: str) -> None:
+    def enter(self, name: str, values: Any) -> None:
+        self._check(values)
         self.agree(name)
         self._inside.enter_context(self._call.tokens(on_all=False))
         self._inside.enter_context(self._split.own_counts())
@@ -98,6 +100,12 @@ class _Blocks:
         whole = self._split.gather(out, (self._name, name), self._known, changed)
         self._inside.close()
         return whole
+
+    def _check(self, values: Any) -> None:
+        """Raise PatchError where the code gives a block patches of its own: they would get this rank's tokens."""
+        known = set(map(id, _patches_in(self._call.state.arguments)))
+        if any(id(each) not in known for each in _patches_in(values)):
+            raise PatchError(f"{self._name} gives a block patches of its own")
 
     def agree(self, name: str) -> None:
         """Raise PatchError on all ranks unless all are about to run the block of this name ("": no further one): one alone would
@@ -116,6 +124,20 @@ def agree(ranks: RankGroup, text: str) -> bool:
     number = crc32(text.encode())
     most, least = ranks.largest(torch.tensor([number, -number], device=ranks.device)).tolist()
     return bool(most == -least)
+
+
+def _patches_in(value: Any, inside: bool = False) -> Iterator[Any]:
+    """Yield the patches and the attention of all options in arguments."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            own = OVERRIDE in value and key in (OVERRIDE, *PATCHES)
+            if inside or own or OVERRIDE not in value:
+                yield from _patches_in(item, inside or own)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _patches_in(item, inside)
+    elif inside and value is not None:
+        yield value
 
 
 def plain(thing: Any) -> Any:

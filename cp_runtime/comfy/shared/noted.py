@@ -7,8 +7,10 @@ Both sides number the values that the patches reach, in the same order. Tensors 
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -97,6 +99,8 @@ class Graph:
             inside = [one for one, other in zip(now, before, strict=False) if one[:3] == other[:3] and one != other]
             if any(kind == "object" or (kind == "tensor" and self._notes.aliased) for _, kind, *_ in inside):
                 raise MirrorError(f"patches change {type_name(inside[0][4])} in place, which other processes do not see")
+            if not _travels_whole(value):
+                raise MirrorError(f"patches change {type_name(value)}, whose class says itself what of it is sent")
             if not _holds(value) or id(value) not in self._sent:
                 raise MirrorError(f"patches change {type_name(value)} where only their own process sees it")
             changed.append(number)
@@ -218,6 +222,22 @@ def _holds(value: Any) -> bool:
     return isinstance(value, (dict, list, CellType)) or is_of_pack(str(type(value).__module__))
 
 
+def _is_its_fields(value: Any) -> bool:
+    """Return whether an object is what it holds, and its class makes an empty one of nothing."""
+    cls, kind = type(value), next((kind for kind in (dict, list) if isinstance(value, kind)), object)
+    return getattr(cls, "__new__") is getattr(kind, "__new__") and not (kind is not object and fields_of(value))  # noqa: B009  (mypy)
+
+
+def _travels_whole(value: Any) -> bool:
+    """Return whether the next call sends all fields of an object as they are."""
+    cls: Any = type(value)
+    if not is_of_pack(str(cls.__module__)) or isinstance(value, (FunctionType, type, dict, list, nn.Module)):
+        return True
+    if cls.__reduce_ex__ is not object.__reduce_ex__ or cls.__reduce__ is not object.__reduce__ or hasattr(cls, "__setstate__"):
+        return False
+    return getattr(cls, "__getstate__", None) is getattr(object, "__getstate__", None)
+
+
 def _is_looked_at(value: Any) -> bool:
     return isinstance(value, (tuple, FunctionType, partial)) or _holds(value)
 
@@ -249,8 +269,10 @@ class _Words:
         return [[self._key(key), self.word(item)] for key, item in _items(value)]
 
     def word(self, value: Any) -> Any:
-        if isinstance(value, _JSON):
+        if type(value) in _JSON:  # no subclass, such as a member of an enum
             return ["is", value]
+        if isinstance(value, Enum) and value.name and id(type(value)) in self._numbers:
+            return ["member", self._numbers[id(type(value))], value.name]
         if isinstance(value, torch.dtype):
             return ["dtype", str(value).removeprefix("torch.")]
         if isinstance(value, Tensor):
@@ -265,7 +287,7 @@ class _Words:
             if isinstance(value, dict):
                 return [kind, number, self.content(value)]
             return [kind, number, [self.word(item) for item in value]]
-        if _holds(value) and id(type(value)) in self._numbers:
+        if _holds(value) and id(type(value)) in self._numbers and _is_its_fields(value):
             return ["object", self._number(value), self._numbers[id(type(value))], self.content(value)]
         raise MirrorError(f"patches note an object of the class {type_name(value)}, which cannot be sent")
 
@@ -281,7 +303,7 @@ class _Words:
         return ["tensor", self._number_of(value), dtype, list(value.shape), list(value.stride()), value.device.type == "cpu"]
 
     def _key(self, key: Any) -> Any:
-        if isinstance(key, _JSON):
+        if type(key) in _JSON:
             return ["is", key]
         if (kind := _KEYS.get(type(key))) is not None:
             return [kind, [self._key(each) for each in key]]
@@ -314,6 +336,8 @@ def apply(changes: str, graph: Graph, module: Callable[[str], nn.Module], tensor
             return rest[0]
         if kind == "dtype":
             return getattr(torch, rest[0])
+        if kind == "member":
+            return values[rest[0]][rest[1]]
         if kind == "tensor":
             return tensor(*rest)
         if kind == "known":
@@ -322,7 +346,7 @@ def apply(changes: str, graph: Graph, module: Callable[[str], nn.Module], tensor
             return module(rest[0])
         if kind == "object":
             number, cls, content = rest
-            values[number] = value = object.__new__(values[cls])
+            values[number] = value = values[cls].__new__(values[cls])
             fill(value, content)
         elif kind == "dict":
             values[rest[0]] = value = {}
@@ -336,11 +360,13 @@ def apply(changes: str, graph: Graph, module: Callable[[str], nn.Module], tensor
 
     def fill(value: Any, content: Any) -> None:
         items = [(key(word), made(item)) for word, item in content]
-        if isinstance(value, dict):
-            value.clear()
-            value.update(items)
+        if isinstance(value, dict):  # not by methods of its class: that of a Counter adds
+            base: Any = OrderedDict if isinstance(value, OrderedDict) else dict
+            base.clear(value)
+            for name, item in items:
+                base.__setitem__(value, name, item)
         elif isinstance(value, list):
-            value[:] = [item for _, item in items]
+            list.__setitem__(value, slice(None), [item for _, item in items])
         elif isinstance(value, CellType):
             value.cell_contents = items[0][1]
         else:

@@ -50,7 +50,10 @@ class Held(Tensor):
         """Return it as an ordinary tensor, always the same one."""
         if self._here is None:
             fetched = self.keeper.fetch(self.number, self.device)
-            value = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device).copy_(fetched)
+            # Of an expanded one what there is of it.
+            once = fetched[tuple(slice(None) if stride else slice(1) for stride in self.stride())]
+            value = torch.empty_strided(once.shape, self.stride(), dtype=self.dtype, device=self.device).copy_(once)
+            value = value.expand(self.shape)
             self._here = value, _state(value)
         return self._here[0]
 

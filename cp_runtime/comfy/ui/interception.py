@@ -15,6 +15,7 @@ from weakref import ref
 
 import torch
 from comfy.cli_args import args as settings
+from comfy.model_management import InterruptProcessingException
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -22,7 +23,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from ...comfyui import unrecorded
 from ...compat import hooks_of
 from ...controller.calls import ModelCall
-from ...errors import MirrorError, PatchError, PlanError, RankError, UnsentError, UnsupportedError
+from ...errors import MirrorError, PatchError, PatchInterrupt, PlanError, RankError, UnsentError, UnsupportedError
 from ...families import PLANS, class_name
 from ...nested import tensors
 from ...pool.config import RuntimeConfig
@@ -173,6 +174,8 @@ class WorkerForward(Replacement):
         except UnsupportedError as error:
             refused = error
         except RankError as error:
+            if error.kind == PatchInterrupt.__name__:
+                raise InterruptProcessingException from error
             by_patch = error.kind in (PatchError.__name__, PlanError.__name__)
             if patches.unlisted is not None and (by_patch or (patches.unlisted.may_need_whole_batch and error.kind in RAISED)):
                 refused = patches.unlisted.failed(error.message)

@@ -30,6 +30,7 @@ from .networks import code_of_networks, identified
 from .noted import FORWARDS, METHODS, NotedHere, paths_of, replaced_in
 from .pack_nodes import display_name, made_by, name_in_pack, node_of
 from .unlisted import UnlistedPatches
+from .watching import has_foreign_wrapper
 
 # Nodes whose patches cannot be mirrored -> reason.
 REFUSED: Mapping[str, str] = {
@@ -144,8 +145,9 @@ class PatchSet:
             )
         code = {**written.all_code, **of_networks}
         key, calls, is_retried = _counted(model, patcher, code) if noted is not None else ("", 0, False)
+        watched = noted is not None and (patcher.cp_run.watched or has_foreign_wrapper(options))
         whole_batch = bool(key) and _whole_batch.get(model) == _code_in(key)
-        whole = UnlistedPatches(tuple(parts or unlisted), patcher, noted, whole_batch, calls) if unlisted else None
+        whole = UnlistedPatches(tuple(parts or unlisted), patcher, noted, whole_batch, calls, watched) if unlisted else None
         if whole is not None:
             whole.check_code()
         return cls(

@@ -188,7 +188,7 @@ def summarise(report: dict[str, Any], words: Words) -> list[str]:
             if (nodes := report.get(name))
         ),
         *([say("report.controlnets", count=report["controlnets"])] if report.get("controlnets") else []),
-        *([say(f"report.controlnets_{why[0]}", what=why[1])] if (why := report.get("controlnets_on_one_device")) else []),
+        *([say(f"report.controlnets_here.{why[0]}", what=why[1])] if (why := report.get("controlnets_on_one_device")) else []),
         *([say("report.some", some=words.choice(report["choice"]))] if report["choice"] else []),
         say("report.waiting", share=f"{report['communication_share']:.0%}"),
     ]

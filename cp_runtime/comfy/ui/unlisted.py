@@ -42,6 +42,7 @@ class UnlistedPatches:
         noted: what they have noted before the call; None outside of calls.
         whole_batch: every rank computes all of it.
         calls: of a run with them so far, this one included.
+        watched: code of other nodes is around the call, and may look into its options behind it.
     """
 
     patches: tuple[Any, ...]
@@ -49,6 +50,7 @@ class UnlistedPatches:
     noted: NotedHere | None
     whole_batch: bool
     calls: int
+    watched: bool = False
 
     @property
     def on_all_tokens(self) -> tuple[str, ...]:
@@ -118,6 +120,11 @@ class UnlistedPatches:
         """Note here what the ranks have noted. Raise UnsupportedError if they have noted different things, or some that cannot be
         said; NeedsWholeBatch first, where that may help."""
         at_work = [outcome for outcome in outcomes if not outcome.idle]
+        if self.watched and (wrote := next(filter(None, (outcome.wrote for outcome in at_work)), ())):
+            raise UnsupportedError(
+                f"{self._by} patched the transformer and writes {', '.join(wrote)} into transformer_options on the workers, where "
+                f"code of another node may look for it in ComfyUI's process. {REMEDY}"
+            )
         noted, unsaid = {outcome.noted for outcome in at_work}, next(filter(None, (outcome.unsaid for outcome in at_work)), "")
         if (unsaid or any(noted)) and len(at_work) > 1 and self.may_need_whole_batch:
             raise NeedsWholeBatch

@@ -98,6 +98,21 @@ def _forward(model: ModelPatcher) -> None:
     model.add_object_patch(path, forward)
 
 
+def _own_options(model: ModelPatcher) -> None:
+    """Gives a block a patch of its attention, in a step whose call is not compared: it would weigh a rank's tokens."""
+
+    def weighed(attn: Tensor, options: dict[str, Any]) -> Tensor:
+        return attn * torch.linspace(0.2, 1.8, attn.shape[1]).to(attn)[:, None]
+
+    def replace(args: dict[str, Any], extra: dict[str, Any]) -> Any:
+        options = dict(args["transformer_options"])
+        if int((options["sample_sigmas"] - options["sigmas"][0]).abs().argmin()) == 2:
+            options["patches"] = {**options.get("patches", {}), "attn1_output_patch": [weighed]}
+        return extra["original_block"]({**args, "transformer_options": options})
+
+    model.set_model_patch_replace(replace, "dit", "double_block", 0)
+
+
 def _method(model: ModelPatcher) -> None:
     """Other methods of the transformer, before its blocks and behind them."""
     encode, unpatchify = (model.get_model_object(f"diffusion_model.{name}") for name in ("rope_encode", "unpatchify"))

@@ -1,11 +1,15 @@
 """One node that attaches to a UNet what node packs do, in the shapes that the most installed ones have."""
 
+from collections import Counter
 from collections.abc import Callable
+from enum import Enum
 from functools import partial, wraps
 from typing import Any
 
+import numpy
 import torch
 from comfy.ldm.modules.attention import optimized_attention
+from comfy.model_management import InterruptProcessingException
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import PatcherInjection, WrappersMP
 from torch import Tensor, nn
@@ -213,6 +217,142 @@ def _noted_on_the_patcher(model: ModelPatcher) -> None:
         return h * (1 + 0.1 * model.test_calls)
 
     model.set_model_input_block_patch(patch)
+
+
+def _random_of_numpy(model: ModelPatcher) -> None:
+    """In a step whose call is not compared."""
+    model.set_model_input_block_patch(lambda h, options: h * (0.9 + 0 * numpy.random.rand()) if step_of(options) == 2 else h)
+
+
+def step_of(options: dict[str, Any]) -> int:
+    return int((options["sample_sigmas"] - options["sigmas"][0]).abs().argmin())
+
+
+class Mode(str, Enum):
+    RUN = "run"
+    SKIP = "skip"
+
+
+def _enum(model: ModelPatcher) -> None:
+    """Notes a text that is no plain one."""
+    state = {"mode": Mode.RUN}
+
+    def scale(h: Tensor, options: dict[str, Any]) -> Tensor:
+        if options["block"] != ("input", 1):
+            return h
+        before, state["mode"] = state["mode"], Mode.RUN if state["mode"] is Mode.SKIP else Mode.SKIP
+        return h * 0.9 if before is Mode.RUN else h * 0.5 if before is Mode.SKIP else h * 1.5
+
+    model.set_model_input_block_patch(scale)
+
+
+def _counter(model: ModelPatcher) -> None:
+    calls: Counter[str] = Counter()
+
+    def scale(h: Tensor, options: dict[str, Any]) -> Tensor:
+        if options["block"] == ("input", 1):
+            calls["blocks"] += 1
+        return h * (1 - 0.1 * calls["blocks"])
+
+    model.set_model_input_block_patch(scale)
+
+
+class Fields(dict[str, Any]):
+    """A dict whose items are attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+def _another_dict(model: ModelPatcher) -> None:
+    """Notes another object in every call, of a class that is a dict."""
+    state = {"last": Fields(calls=0)}
+
+    def scale(h: Tensor, options: dict[str, Any]) -> Tensor:
+        if options["block"] == ("input", 1):
+            state["last"] = Fields(calls=state["last"].calls + 1)
+        return h * (1 - 0.1 * state["last"].calls)
+
+    model.set_model_input_block_patch(scale)
+
+
+def _noted_expanded(model: ModelPatcher) -> None:
+    noted: dict[str, Tensor] = {}
+
+    def note(h: Tensor, options: dict[str, Any]) -> Tensor:
+        noted["mean"] = h.mean().tanh().reshape(1, 1).expand(3, 4)
+        return h
+
+    model.set_model_input_block_patch(note)
+    model.set_model_sampler_post_cfg_function(lambda args: args["denoised"] * (1 + noted["mean"].mean()))
+
+
+class SaysItself:
+    """Its class says what of it is sent: without what it keeps."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.kept: dict[int, Tensor] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"calls": self.calls}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.calls, self.kept = state["calls"], {}
+
+    def __call__(self, h: Tensor, options: dict[str, Any]) -> Tensor:
+        self.calls += 1
+        self.kept[self.calls] = h.mean()
+        return h * (1 - 0.01 * len(self.kept))
+
+
+def _says_itself(model: ModelPatcher) -> None:
+    model.set_model_input_block_patch(SaysItself())
+
+
+class Proxy:
+    """Has the attributes of what it stands for."""
+
+    def __init__(self, inner: Any) -> None:
+        object.__setattr__(self, "inner", inner)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+def _proxy(model: ModelPatcher) -> None:
+    settings = Proxy(Fields(scale=0.9))
+    model.set_model_input_block_patch(lambda h, options: h * settings.scale)
+
+
+def _written_options(model: ModelPatcher) -> None:
+    """Writes something into the options that a wrapper in ComfyUI's process reads behind the call."""
+
+    def wrapper(apply_model: Any, args: dict[str, Any]) -> Tensor:
+        out: dict[str, Tensor] = {}
+        args["c"]["transformer_options"]["test_out"] = out
+        result: Tensor = apply_model(args["input"], args["timestep"], **args["c"])
+        return result * (1 + (out["mean"].tanh() if "mean" in out else 0))
+
+    def note(h: Tensor, options: dict[str, Any]) -> Tensor:
+        if "test_out" in options:
+            options["test_out"]["mean"] = h.mean()
+        return h * 0.95
+
+    model.set_model_input_block_patch(note)
+    model.set_model_unet_function_wrapper(wrapper)
+
+
+def _layers(model: ModelPatcher) -> None:
+    """Runs the layers of a class in its own way."""
+    model.set_model_patch((nn.Conv2d, lambda layer, x, *rest: layer(x) * 0.9), "forward_timestep_embed_patch")
+
+
+def _interrupts(model: ModelPatcher) -> None:
+    def interrupt(h: Tensor, options: dict[str, Any]) -> Tensor:
+        raise InterruptProcessingException
+
+    model.set_model_input_block_patch(interrupt)
 
 
 def _partial(model: ModelPatcher) -> None:
