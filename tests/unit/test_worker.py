@@ -115,6 +115,18 @@ def test_events_of_a_call_serve_the_next_one(monkeypatch):
     assert len(made) == 2 * 4  # an event belongs to a device
 
 
+def test_of_many_waits_a_sample_is_timed(monkeypatch):
+    device, made = SlowDevice(), []
+    make = device.Event
+    monkeypatch.setattr(device, "Event", lambda enable_timing: made.append(0) or make(enable_timing))
+    monkeypatch.setattr(torch, "get_device_module", lambda _: device)
+    stats = CommStats()
+    for _ in range(16 + 64):
+        stats.wait([SlowMessage(device, 0.01)], torch.device("cuda", 0), on_host=False)
+    assert stats.seconds == pytest.approx(0.8, abs=1e-3)
+    assert len(made) == 2 * (16 + 4)
+
+
 def test_a_call_reports_its_own_peak_of_memory(monkeypatch):
     device, worker = SlowDevice(), Worker.__new__(Worker)
     monkeypatch.setattr(torch, "get_device_module", lambda _: device)

@@ -103,7 +103,8 @@ def prepare_sampling(executor: Callable[..., Any], model: Any, noise_shape: Any,
         watched = model.cp_run.watched or has_foreign_control(conds)
         obstacle = conditions_obstacle(conds)
         controlnets = ControlNets.of(conds)
-        model.cp_run = Run(next(RUNS), obstacle, *call_memory(model, noise_shape, conds), watched, controlnets)
+        told = controlnets._replace(on_ranks=())  # the run would keep them in memory until the next one
+        model.cp_run = Run(next(RUNS), obstacle, *call_memory(model, noise_shape, conds), watched, told)
         if obstacle is None and not model.cp_config.in_stages and _sampling:
             _sampling[-1].enter_context(controlnets.deferred())
     return executor(model, noise_shape, conds, **kwargs)

@@ -40,7 +40,7 @@ from ..ranks.sharding import JointLayout, chunk_spans, split_sizes
 from . import eight_bits
 from .kernels import additive, attend_with_lse, select
 from .ring import rotate
-from .ulysses import HeadExchange, repeats
+from .ulysses import HeadExchange, Program, repeats
 
 Attend = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], Tensor]
 
@@ -118,7 +118,12 @@ def context_parallel_attention(
         raise PlanError("causal attention takes neither a mask nor another function than torch's: neither would be applied to it")
     if torch.is_grad_enabled() and (q_BLHD.requires_grad or k_BLKD.requires_grad or v_BLKD.requires_grad):
         raise PlanError("context-parallel attention has no backward: run the model under torch.inference_mode() or torch.no_grad()")
-    ring, U, H, K, rows, spans, lengths, exchanges, _ = _planned(q_BLHD, k_BLKD, v_BLKD, mesh, config, q_layout, k_layout)
+    plan = _planned(q_BLHD, k_BLKD, v_BLKD, mesh, config, q_layout, k_layout)
+    if plan.is_straight and mask is None and attend is not None and q_BLHD.dtype == k_BLKD.dtype == v_BLKD.dtype:
+        made = partial(Program, plan.exchanges[0], q_BLHD, k_BLKD)
+        program: Program = once(("program", id(plan), q_BLHD.dtype), q_layout, made)
+        return program(q_BLHD, k_BLKD, v_BLKD, attend)
+    ring, U, H, K, rows, spans, lengths, exchanges, *_ = plan
     rank, device = mesh.rank, q_BLHD.device
     # With allgather a rank sees all keys at once: nothing to merge, so any kernel will do.
     merging = ring.size > 1 and config.rotate_method == "alltoall"
@@ -201,6 +206,7 @@ class _Plan(NamedTuple):
     spans: tuple[slice, ...]  # keys of every chunk
     lengths: tuple[tuple[int, ...], tuple[int, ...]]  # queries and keys of every rank of this rank's chunk
     exchanges: tuple[HeadExchange, ...]  # one for every round
+    is_straight: bool  # Ulysses alone, of equal parts, between devices
     made_for: object  # held because it is known by its id
 
 
@@ -225,9 +231,28 @@ def _planned(
         ring, U, H, K, chunk_spans(q_layout, U)[chunk], chunk_spans(k_layout, U),
         (q_layout.owned_lengths[members], k_layout.owned_lengths[members]),
         tuple(HeadExchange(ulysses, K, shares, index, rounds) for index in range(rounds)),
+        _is_straight(q, k, ulysses, rounds, mesh, config, q_layout, k_layout),
         (config, q_layout, k_layout),
     )  # fmt: skip
     return plan
+
+
+def _is_straight(
+    q: Tensor,
+    k: Tensor,
+    ulysses: RankGroup,
+    rounds: int,
+    mesh: SequenceMesh,
+    config: ContextParallelConfig,
+    q_layout: JointLayout,
+    k_layout: JointLayout,
+) -> bool:
+    """Return whether an attention without a mask is a `Program`: nothing is uneven, and nothing overlaps."""
+    U, (B, L, H, D), K = ulysses.size, q.shape, k.shape[2]
+    alike = k_layout is q_layout and not mesh.shares and q_layout.owned_lengths == q_layout.local_lengths == (L,) * mesh.size
+    whole = U == mesh.size > 1 and rounds == 1 and H % U == K % U == 0 and not any(split.replicated for split in q_layout.splits)
+    sent = B * L * D * (H + 2 * K) * q.element_size()
+    return alike and whole and sent <= PACKED_LIMIT and B > 0 < L and not ulysses.via_host and config.exchange != EIGHT_BIT
 
 
 def _over_chunks(

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate, groupby, repeat
 from typing import NamedTuple
 
@@ -223,6 +223,43 @@ class HeadExchange:
                 _by_rank(out_BLHD, heads_per_unit, run).copy_(received.as_strided(*block))
 
         return put
+
+
+class Program:
+    """The exchanges of all attentions of one form in a call, where every rank has equally many tokens and heads, and devices send
+    their own memory: buffers, views and sizes are made once. What is left for the host is four copies and two collectives.
+
+    A block may reuse the buffers of the last one: copies into them are launched behind the messages that the last one waited for.
+
+    Args:
+        exchange: of all heads.
+        q, k: `[B, L, H, D]`, `[B, L, K, D]`, as every attention has them, keys like values.
+    """
+
+    def __init__(self, exchange: HeadExchange, q: Tensor, k: Tensor) -> None:
+        group, dealt = exchange._group, exchange._dealt
+        B, L, H, D = q.shape
+        lengths, ranks, itemsize = (L,) * group.size, group.size, q.element_size()
+        there = form(dealt, group.rank, (H, k.shape[2], k.shape[2]), lengths, B, D, itemsize)
+        back = form(dealt, group.rank, (H,), lengths, B, D, itemsize)
+        ((self._run, block),) = there.blocks
+        send, whole, out = (q.new_empty(count) for count in (*there.elements, back.elements[1]))
+        self._widths, self._size, self._shape = there.widths, back.elements[0], (B, L, H, D)
+        self._packed, self._qkv = send.as_strided(*block), [whole.as_strided(*view) for view in there.tensors]
+        self._out = out.view(L * ranks, B, H // ranks, D).permute(1, 2, 0, 3)
+        self._there = partial(group.exchange_equally, whole.view(torch.uint8), send.view(torch.uint8), list(there.by_rank))
+        self._sent, self._back = out.view(torch.uint8), partial(group.exchange_equally, sizes=list(back.by_rank))
+        own = H // ranks * D
+        self._by_token = (B, L, ranks, H // ranks, D), (own, B * own, L * B * own, D, 1)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+        """Attend to all tokens. Returns `[B, L, H, D]`."""
+        torch.cat([*map(_by_rank, (q, k, v), self._widths, repeat(self._run))], 3, out=self._packed)
+        self._there()
+        self._out.copy_(attend(*self._qkv, None))
+        received = self._out.new_empty(self._size)
+        self._back(received.view(torch.uint8), self._sent)
+        return received.as_strided(*self._by_token).reshape(self._shape)
 
 
 def _by_rank(tensor: Tensor, width: int, run: Run) -> Tensor:

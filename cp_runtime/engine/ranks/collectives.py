@@ -18,6 +18,7 @@ from ...system import system
 from ..exchange.exchange import Exchange, Parts, exchange_of
 from .profiling import trace_range
 
+TIMED_FIRST, TIMED_EVERY = 16, 16  # waits that devices time: these, and then every how many-th, which stands for as many
 KEPT_EVENTS = 1024  # pairs of device events; beyond that the older half is added up, which waits for the device
 
 
@@ -35,7 +36,8 @@ def native_backend(device_type: str) -> str:
 class CommStats:
     """Statistics of one rank: bytes sent, collectives of each kind, seconds spent waiting for them, and collectives in flight.
 
-    Time is measured by the device's clock if it has one. Overlap with computation is not counted.
+    Time is measured by the device's clock if it has one, of a sample: events cost the host as much as an exchange. Overlap with
+    computation is not counted.
     """
 
     def __init__(self) -> None:
@@ -46,8 +48,8 @@ class CommStats:
         self.counts: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
         self.pending = 0
-        self._seconds = 0.0
-        self._events: list[tuple[Any, Any, torch.device]] = []
+        self._seconds, self._waits = 0.0, 0
+        self._events: list[tuple[Any, Any, torch.device, int]] = []  # and the waits that each pair stands for
 
     @property
     def collectives(self) -> int:
@@ -78,6 +80,9 @@ class CommStats:
             for work in works:
                 work.wait()
             self._seconds += time.perf_counter() - began
+        elif self._is_untimed():
+            for work in works:
+                work.wait()
         else:
             spare = self._spare[device]
             start, end = spare.pop() if spare else [torch.get_device_module(device).Event(enable_timing=True) for _ in range(2)]
@@ -85,15 +90,20 @@ class CommStats:
             for work in works:
                 work.wait()
             end.record()
-            self._events.append((start, end, device))
+            self._events.append((start, end, device, 1 if self._waits <= TIMED_FIRST else TIMED_EVERY))
             if len(self._events) > KEPT_EVENTS:
                 self._events[KEPT_EVENTS // 2][1].synchronize()
                 self._add_up(KEPT_EVENTS // 2)
         self.pending -= 1  # not after an error: it is still under way
 
+    def _is_untimed(self) -> bool:
+        """Count a wait; return whether it is none of the sample."""
+        self._waits += 1
+        return self._waits > TIMED_FIRST and self._waits % TIMED_EVERY != 0
+
     def _add_up(self, count: int) -> None:
-        for start, end, device in self._events[:count]:
-            self._seconds += float(start.elapsed_time(end)) / 1e3
+        for start, end, device, waits in self._events[:count]:
+            self._seconds += waits * float(start.elapsed_time(end)) / 1e3
             self._spare[device].append((start, end))
         del self._events[:count]
 
@@ -203,6 +213,18 @@ class RankGroup:
             else:
                 works = [start_all_to_all(as_bytes(received), as_bytes(send), arriving, sent, self.group)]
         return Pending(self, kind, works, send.nbytes - sent[self.rank], send, staged)
+
+    def exchange_equally(self, received: Tensor, send: Tensor, sizes: list[int]) -> None:
+        """Send equal parts to all ranks and receive as many, on the device, and have what follows wait for them.
+
+        Args:
+            received, send: flat bytes.
+            sizes: bytes for and from every rank.
+        """
+        with trace_range("cp.all_to_all"):
+            work = start_all_to_all(received, send, sizes, sizes, self.group)
+            self.stats.started("all_to_all", send.numel() - sizes[0])
+            self.stats.wait((work,), send.device, on_host=send.is_cpu)
 
     def all_to_all_in_place(self, shared: Exchange, send: Tensor, sent: Sequence[int], arriving: Sequence[int]) -> PendingParts:
         """Send a part of memory to every rank, and receive a part from every rank, to be read where it lies.
