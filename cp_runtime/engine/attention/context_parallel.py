@@ -119,10 +119,10 @@ def context_parallel_attention(
     if torch.is_grad_enabled() and (q_BLHD.requires_grad or k_BLKD.requires_grad or v_BLKD.requires_grad):
         raise PlanError("context-parallel attention has no backward: run the model under torch.inference_mode() or torch.no_grad()")
     plan = _planned(q_BLHD, k_BLKD, v_BLKD, mesh, config, q_layout, k_layout)
-    if plan.is_straight and mask is None and attend is not None and q_BLHD.dtype == k_BLKD.dtype == v_BLKD.dtype:
+    if plan.is_straight and mask is None and not causal and q_BLHD.dtype == k_BLKD.dtype == v_BLKD.dtype:
         made = partial(Program, plan.exchanges[0], q_BLHD, k_BLKD)
         program: Program = once(("program", id(plan), q_BLHD.dtype), q_layout, made)
-        return program(q_BLHD, k_BLKD, v_BLKD, attend)
+        return program(q_BLHD, k_BLKD, v_BLKD, attend or sdpa(scale))
     ring, U, H, K, rows, spans, lengths, exchanges, *_ = plan
     rank, device = mesh.rank, q_BLHD.device
     # With allgather a rank sees all keys at once: nothing to merge, so any kernel will do.

@@ -44,6 +44,16 @@ def test_ranks_of_a_pool_use_it():
             assert sum(link.startswith("/" + NAME) for link in links) >= 3  # its own, and both once more
 
 
+@pytest.mark.parametrize("world", [2, 4])
+def test_blocks_of_a_call_share_a_program(world):
+    """Once per call where all parts are equal; no host waits, no two streams race (the stand-in raises), and the bits are those of
+    exchanges of their own."""
+    found = run_ranks("attention/program_ranks.py", world, backend="nccl")
+    assert len(found) == 6
+    for each in found:
+        assert each["right"] == [[True] * 3] * world, each
+
+
 def test_devices_copy_to_and_from_it_while_they_compute():
     """No host waits, no two streams race (the stand-in raises), and attention is that of CPU ranks."""
     (found,) = run_ranks("attention/device_exchange_ranks.py", 3, backend="nccl")
