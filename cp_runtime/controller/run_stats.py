@@ -244,7 +244,10 @@ class RunStats:
             self.count, mean, by_rank = 0, {}, [{} for _ in record.reports]
         self._alone = new
         self.count += 1
-        first = record.reports[0]
+        first, before = record.reports[0], self.result.last
+        if before is not None:  # a ControlNet may be of some calls only
+            most, here = max(before.controlnets, record.controlnets), record.controlnets_here or before.controlnets_here
+            record = replace(record, controlnets=most, controlnets_here=here)
         sent, outcome = first.communication, first.outcome
         figures = {
             "seconds": first.seconds,

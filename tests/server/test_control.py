@@ -1,6 +1,7 @@
 """ControlNets: the ranks compute them, each for its own tokens or items; or ComfyUI's process, and ranks take their part."""
 
 from functools import partial
+from pathlib import Path
 
 import psutil
 import pytest
@@ -49,6 +50,10 @@ def real(*, count=1, both=True, start=0.0, end=1.0, twice=False, area=False, **s
     return GraphCase(partial(flux_prompt, node="CPSampler", **settings), nodes, pair if both else {"positive": pair["positive"]})
 
 
+def around(kind):
+    return {"model_nodes": [("TestAroundControl", {"kind": kind})]}
+
+
 CASES = {
     "made up": made_up(),
     "made up odd size batch 2": made_up(batch=2, tokens=13, **SIZE),
@@ -62,6 +67,9 @@ CASES = {
     "for some of the steps": real(steps=4, end=0.5),
     "from a fifth to four fifths": real(steps=5, start=0.2, end=0.8),
     "one file loaded twice": real(count=2, twice=True, cfg=4.0),
+    "with its arguments changed by a wrapper": real(**around("input_in_place")),
+    "copied in a run": real(cfg=4.0, after_apply=[("TestCopiedControl", {})]),
+    "deep-copied in a run": real(cfg=4.0, after_apply=[("TestCopiedControl", {"deep": True})]),
     "in an area": real(area=True, cfg=4.0, width=80, height=112),
     "compiled": real(cfg=4.0, after_apply=[("TestPatch", {"kind": "compile_eager"})]),
     "with a LoRA": real(loras=["flux_lora"]),
@@ -70,9 +78,7 @@ CASES = {
 }
 
 
-IN_LAST_CALL = {
-    "for some of the steps": 0, "real on the positive only": 0, "two in a row": 2, "one file loaded twice": 2
-}  # fmt: skip
+COUNTS = {"two in a row": 2, "one file loaded twice": 2}
 
 
 def stock(server, case):
@@ -83,7 +89,7 @@ def stock(server, case):
 def test_latent_equals_the_stock_graph(case, world, server):
     result = assert_stock(server, CASES[case], {"world_size": world})
     assert len(server.worker_pids()) == world
-    assert result.report["controlnets"] == IN_LAST_CALL.get(case, 0 if "made up" in case else 1)
+    assert result.report["controlnets"] == COUNTS.get(case, 0 if "made up" in case else 1)
 
 
 # --- every class that has a plan: `families.controlnets`
@@ -128,6 +134,13 @@ ELSEWHERE = {
     "refused in a call": (real(cfg=4.0, **PATCHED), {"on_unsupported": "single device"}, None),
     "a class without a plan": (not_on_ranks(subclass=True), {}, ", as the others do not run AdvancedControlNet"),
     "it cannot be sent": (not_on_ranks(hooked=True), {}, ": a node put a hook on"),
+    "patches of its weights": (not_on_ranks(changed="patched"), {}, ", as the others do not run ControlNetFlux with patches"),
+    "its own way to merge": (not_on_ranks(changed="merged"), {}, ", as the others do not run ControlNetFlux with methods of"),
+    "modules of a pack": (not_on_ranks(changed="rolled"), {}, ", as the others do not run ControlNetFlux with modules of"),
+    "a wrapper reads them": (real(cfg=4.0, **around("reads")), {}, ", as another node reads or makes"),
+    "a wrapper copies them": (real(cfg=4.0, **around("copies")), {}, ", as another node reads or makes"),
+    "a wrapper adds to them": (real(**around("adds_to")), {}, ", as another node reads or makes"),
+    "a wrapper compares them": (real(**around("compares")), {}, ", as another node reads or makes"),
 }  # fmt: skip
 
 
@@ -169,6 +182,16 @@ def test_the_ranks_share_its_weights(server):
         assert server.run(prompt, timeout=240).check().report["controlnets"] == 2
         taken.append(sum(psutil.Process(pid).memory_full_info().uss for pid in server.worker_pids()))
     assert taken[1] - taken[0] < 100e6  # of 200 MB
+
+
+def test_the_ranks_drop_it_when_it_is_gone(server):
+    """Another pair with every prompt: the memory of former ones is mapped no more."""
+    mapped = []
+    for kind in ("flux image", "flux latent", "flux inpaint", "flux image", "flux latent"):
+        case = two_controlnets(partial(flux_prompt, node="CPSampler"), kind)
+        assert server.run(completed(case.build(cp={"world_size": 2}), server)).check().report["controlnets"] == 2
+        mapped.append(sum("/memfd:" in line for line in Path(f"/proc/{server.worker_pids()[0]}/maps").read_text().splitlines()))
+    assert mapped[-1] <= mapped[1], mapped
 
 
 def test_a_controlnet_that_is_changed_in_place(server):

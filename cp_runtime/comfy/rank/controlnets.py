@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from comfy.controlnet import ControlBase, StrengthType
 from torch import Tensor, nn
@@ -22,7 +21,6 @@ from .attention import attention_by_name, attention_override
 from .patches import ATTACHED
 
 Whole = Callable[[Tensor], Tensor]
-_installed: WeakKeyDictionary[nn.Module, InstalledPlan[ControlNetPlan]] = WeakKeyDictionary()
 
 
 class Residuals(dict[str, Sequence[Tensor | None]]):
@@ -61,9 +59,9 @@ def _run(
     """Return the residuals of one ControlNet, and the numbers of their tokens on all ranks."""
     network: nn.Module = patcher.model
     plan, weights = CONTROLNETS[class_name(network)], getattr(patcher, "cp_shards", None)
-    installed = _installed.get(network)
-    if installed is None:
-        installed = _installed[network] = InstalledPlan(network, plan)
+    if not hasattr(patcher, "cp_installed"):
+        patcher.cp_installed = InstalledPlan(network, plan)
+    installed: InstalledPlan[ControlNetPlan] = patcher.cp_installed
     with (
         installed.call(mesh, planner, on_module, weights) as call,
         attention_by_name(plan.attention_names, attention_override(call)),

@@ -6,24 +6,28 @@ Whoever else looks into the residuals gets ComfyUI's: they are computed here the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import comfy.controlnet
 import comfy.model_management
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...engine.weights.blocks import Sizes, sizes_of
 from ...families import class_name
 from ...families.controlnets import CONTROLNETS
+from ..shared.reached import is_of_pack
 from .networks import identified
 from .watching import controls_of
 
 KINDS = comfy.controlnet.ControlNet, comfy.controlnet.ControlNetSD35
 """Not those that compute with the weights of the model, nor those of node packs."""
+METHODS = ("ControlNet.get_control", "ControlBase.control_merge")
+"""Not replaced by a node pack."""
 ALIKE = ("strength", "strength_type", "global_average_pooling")
 """What `ControlBase.control_merge` reads of a ControlNet."""
 
@@ -57,6 +61,8 @@ class DeferredControl(dict[str, Any]):
     """Residuals of a chain of ControlNets: computed here when code looks into them, unless the ranks do that. `links`: first to
     last; empty once they are computed."""
 
+    links: tuple[Deferred, ...] = ()  # of a copy
+
     def __init__(self, links: tuple[Deferred, ...]) -> None:
         super().__init__()
         self.links = links
@@ -85,23 +91,25 @@ def _filling(name: str) -> Any:
 
 
 for _name in (
-    "__getitem__", "__setitem__", "__delitem__", "__iter__", "__len__", "__contains__", "__eq__", "__or__", "__repr__",
-    "__reversed__", "__reduce_ex__", "get", "items", "values", "keys", "pop", "popitem", "copy", "setdefault", "update", "clear",
+    "__getitem__", "__setitem__", "__delitem__", "__iter__", "__len__", "__contains__", "__eq__", "__ne__", "__or__", "__ior__",
+    "__repr__", "__reversed__", "__reduce_ex__", "get", "items", "values", "keys", "pop", "popitem", "copy", "setdefault",
+    "update", "clear",
 ):  # fmt: skip
     setattr(DeferredControl, _name, _filling(_name))
 
 
 class Recorder:
-    """Stands for the network of a ControlNet during a run on the ranks: notes a call's arguments instead of computing."""
+    """Stands for the network of a ControlNet while ComfyUI prepares a call of it: notes the arguments instead of computing."""
 
     def __init__(self, network: nn.Module) -> None:
-        self.network, self.is_active = network, True
+        self._network = network
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.network, name)
+        return getattr(self._network, name)
 
     def __call__(self, **arguments: Any) -> Any:
-        return Recorded(arguments) if self.is_active else self.network(**arguments)
+        # Others may write to them in place before the ranks compute.
+        return Recorded({name: each.clone() if isinstance(each, Tensor) else each for name, each in arguments.items()})
 
 
 class Recorded(dict[str, Any]):
@@ -124,21 +132,16 @@ class ControlNets(NamedTuple):
     @classmethod
     def of(cls, conds: Mapping[str, Any]) -> ControlNets:
         found = list(controls_of(conds))
-        taken = tuple(each for each in found if type(each) in KINDS and class_name(each.control_model) in CONTROLNETS)
+        here = {id(each): kind for each in found if (kind := _kind_here(each)) is not None}
+        taken = tuple(each for each in found if id(each) not in here)
         networks = {id(each.control_model): each.control_model for each in taken}
-        others = (each.control_model if type(each) in KINDS else each for each in found if each not in taken)
-        kinds = dict.fromkeys(type(each).__name__ for each in others)
-        return cls(taken, tuple(map(sizes_of, networks.values())), tuple(kinds))
+        return cls(taken, tuple(map(sizes_of, networks.values())), tuple(dict.fromkeys(here.values())))
 
     def deferred(self) -> ExitStack:
-        """Have them leave their networks to the ranks, until the stack is closed."""
+        """Have them leave their networks to the ranks, until the stack is closed. Copies of them do not."""
         undo = ExitStack()
         for control in self.on_ranks:
-            recorder = Recorder(control.control_model)
-            undo.callback(setattr, control, "control_model", control.control_model)
-            undo.callback(setattr, recorder, "is_active", False)
-            control.control_model = recorder
-            for name, instead in (("control_merge", _merge), ("get_models", _models)):
+            for name, instead in (("get_control", _get_control), ("get_models", _models)):
                 setattr(control, name, instead.__get__(control))
                 undo.callback(delattr, control, name)
         return undo
@@ -155,11 +158,38 @@ class ControlNets(NamedTuple):
         return "other", ""
 
 
-def _merge(self: Any, control: Any, before: Any, output_dtype: torch.dtype | None) -> Any:
-    stock: Callable[..., Any] = type(self).control_merge
-    if not isinstance(control, Recorded):
-        return stock(self, control, before, output_dtype)
-    own = Deferred(self, self.control_model.network, control)
+def _kind_here(control: Any) -> str | None:
+    """Return the kind of a ControlNet that ranks cannot run; None = they can."""
+    cls: Any = type(control)
+    if cls not in KINDS:
+        return str(cls.__name__)
+    network, patcher = control.control_model, control.control_model_wrapped
+    kind = type(network).__name__
+    if class_name(network) not in CONTROLNETS:
+        return kind
+    stock = all(getattr(cls, name).__qualname__ in METHODS for name in ("get_control", "control_merge"))
+    if not stock or any(name in vars(control) for name in ("get_control", "control_merge", "get_models")):
+        return f"{kind} with methods of another node"
+    if patcher.patches or patcher.object_patches or any(patcher.injections.values()):
+        return f"{kind} with patches"
+    if any(is_of_pack(type(module).__module__) for module in network.modules()):
+        return f"{kind} with modules of another node"
+    return None
+
+
+def _get_control(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Prepare a call as ComfyUI does, up to the network."""
+    network = self.control_model
+    self.control_model, self.control_merge = Recorder(network), partial(_merge, self, network)
+    try:
+        return type(self).get_control(self, *args, **kwargs)
+    finally:
+        self.control_model = network
+        del self.control_merge
+
+
+def _merge(self: Any, network: nn.Module, control: Any, before: Any, output_dtype: torch.dtype | None) -> Any:
+    own = Deferred(self, network, control)
     links = before.links if isinstance(before, DeferredControl) else ()
     if output_dtype is not None or (before is not None and not links):
         return own.computed(before)

@@ -141,6 +141,8 @@ class WorkerForward(Replacement):
                 networks |= {identified(each.network, run).key: each.network for each in control.links}
         else:
             here = owner.cp_run.controlnets.why_here(control, owner.cp_config.in_stages)
+            if isinstance(control, DeferredControl):
+                arguments["control"] = dict(control)
         chosen = attention.encoded
         if owner.cp_config.pipeline is not None and options.get("uuids"):
             chosen[CONDITIONINGS] = [f"{run} {name}" for name in options["uuids"]]

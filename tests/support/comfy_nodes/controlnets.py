@@ -1,7 +1,8 @@
 """ControlNets in memory, of the shapes that ComfyUI's loaders make, with weights at random."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy, deepcopy
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,6 +15,7 @@ import comfy.ldm.hydit.controlnet
 import comfy.ldm.qwen_image.controlnet
 import comfy.memory_management
 import comfy.ops
+import comfy.samplers
 import torch
 from comfy.controlnet import ControlNet, ControlNetSD35, StrengthType
 from torch import Tensor
@@ -105,10 +107,12 @@ def TestControlNet(
     hooked: bool = False,
     unused: int = 0,
     subclass: bool = False,
+    changed: str = "",
 ) -> Any:
     """A ControlNet for a model, as large as it. `linear`: its strength grows with the depth; `pooling`: one value per channel;
     `blocks`: of Flux's with two streams, and no others; `hooked`: a hook changes what a block gives;
-    `unused`: MB of weights besides; `subclass`: of ComfyUI's class, as node packs have them."""
+    `unused`: MB of weights besides; `subclass`: of ComfyUI's class, as node packs have them;
+    `changed`: how a node has changed it, a function of `CHANGES`."""
     cls, own, settings = KINDS[kind]
     config = {**model.model.model_config.unet_config, **own}
     for name in ("image_model", "disable_unet_model_creation", "dtype", *(["out_channels"] if kind == "unet" else [])):
@@ -139,9 +143,54 @@ def TestControlNet(
         network.controlnet_blocks[0].register_forward_hook(lambda module, args, out: out * 0.5)
     strength = StrengthType.LINEAR_UP if linear else StrengthType.CONSTANT
     own_class = ControlNetSD35 if kind.startswith("sd35") else AdvancedControlNet if subclass else ControlNet
-    return own_class(
+    made = own_class(
         network.eval(), load_device=model.load_device, strength_type=strength, global_average_pooling=pooling, **settings
     )
+    if changed:
+        CHANGES[changed](made)
+    return made
+
+
+def _patched(control: Any) -> None:
+    key, weight = next((name, weight) for name, weight in control.control_model.named_parameters() if weight.ndim == 2)
+    control.control_model_wrapped.add_patches({key: (torch.ones_like(weight),)}, 0.5)
+
+
+def _merged(control: Any) -> None:
+    """Merges in its own way, and so do its copies."""
+    copied = control.copy
+
+    def copy() -> Any:
+        new = copied()
+        merge = type(new).control_merge
+
+        def halved(*args: Any, **kwargs: Any) -> Any:
+            out = merge(new, *args, **kwargs)
+            return {kind: [None if each is None else each * 0.5 for each in residuals] for kind, residuals in out.items()}
+
+        new.control_merge = halved
+        return new
+
+    control.copy = copy
+
+
+class Rolled(torch.nn.Module):
+    """Mixes tokens."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)
+        return out.roll(1, dims=1)
+
+
+def _rolled(control: Any) -> None:
+    control.control_model.controlnet_blocks[0] = Rolled(control.control_model.controlnet_blocks[0])
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {"patched": _patched, "merged": _merged, "rolled": _rolled}
 
 
 @node("CONTROL_NET", control_net="CONTROL_NET")
@@ -155,6 +204,66 @@ def TestScaledNetwork(control_net: Any, scale: float = 1.0) -> Any:
 
 
 LOADED: WeakKeyDictionary[Any, list[Tensor]] = WeakKeyDictionary()
+
+
+def _input_in_place(args: dict[str, Any]) -> None:
+    args["input"].mul_(0.7)
+    args["c"]["c_crossattn"].mul_(0.5)
+
+
+def _reads(args: dict[str, Any]) -> None:
+    assert any(each is not None for residuals in args["c"]["control"].values() for each in residuals)
+
+
+def _copies(args: dict[str, Any]) -> None:
+    args["c"]["control"] = deepcopy(copy(args["c"]["control"]))
+
+
+def _adds_to(args: dict[str, Any]) -> None:
+    residuals = args["c"]["control"]
+    residuals |= {"output": []}
+
+
+def _compares(args: dict[str, Any]) -> None:
+    if not (args["c"]["control"] != {}):  # noqa: SIM202  (another method than `==`)
+        del args["c"]["control"]
+
+
+LOOKS: dict[str, Callable[[dict[str, Any]], None]] = {
+    "input_in_place": _input_in_place, "reads": _reads, "copies": _copies, "adds_to": _adds_to, "compares": _compares
+}  # fmt: skip
+
+
+@node("MODEL", again=True, model="MODEL", kind=list(LOOKS))
+def TestAroundControl(model: Any, kind: str) -> Any:
+    """A wrapper around every call that does something with what it gets."""
+
+    def call(apply_model: Any, args: dict[str, Any]) -> Any:
+        LOOKS[kind](args)
+        return apply_model(args["input"], args["timestep"], **args["c"])
+
+    patched = model.clone()
+    patched.set_model_unet_function_wrapper(call)
+    return patched
+
+
+@node("MODEL", again=True, model="MODEL")
+def TestCopiedControl(model: Any, deep: bool = False) -> Any:
+    """Calls the model once more behind guidance, with copies of the ControlNets, as nodes for regions do."""
+
+    def after(args: dict[str, Any]) -> Any:
+        conds = deepcopy(args["cond"]) if deep else [dict(each) for each in args["cond"]]
+        for each in (each for each in conds if "control" in each):
+            control = each["control"]
+            each["control"] = again = control.copy().set_previous_controlnet(control.previous_controlnet)
+            again.strength = 0.5 * control.strength
+            again.pre_run(args["model"], args["model"].model_sampling.percent_to_sigma)
+        (out,) = comfy.samplers.calc_cond_batch(args["model"], [conds], args["input"], args["sigma"], args["model_options"])
+        return args["denoised"] + 0.3 * (args["cond_denoised"] - out)
+
+    patched = model.clone()
+    patched.set_model_sampler_post_cfg_function(after)
+    return patched
 
 
 @node("MODEL", again=True, model="MODEL")
