@@ -106,13 +106,16 @@ class Models:
         # Ranks that share a device are for tests; stages, of a transformer: a VAE's rows are of all ranks.
         apart = config.chooses_ranks and target.demand.stages and not config.memory_per_rank and room is not None
         by_rank = [each for each in free if each is not None] if apart and len(set(config.devices)) == len(free) else ()
-        resident = self.held.get(target.key)
+        resident, shared = self.held.get(target.key), 0
         tried = self._shortages.of(config.devices, target.kind)
         known = [next_smaller(target.demand, each, config.world_size) or each for each in tried if each != STAGED]
-        if resident is not None and resident.asked == asked_of(config) and resident.choice.placement != STAGED:
-            known.append(resident.choice.placement)  # for a larger call
+        at_least = max(known, key=PLACEMENTS.index, default=WHOLE)
         slow = self._wants_stages(target) and STAGED not in tried
-        return choose(config, target.demand, room, max(known, key=PLACEMENTS.index, default=WHOLE), slow, by_rank)
+        if resident is not None and resident.asked == asked_of(config) and resident.choice.placement != STAGED:  # for a larger call
+            place = resident.choice.placement
+            if PLACEMENTS.index(place) > PLACEMENTS.index(at_least):
+                at_least, shared = place, resident.choice.shared
+        return choose(config, target.demand, room, at_least, slow, by_rank, shared)
 
     def _wants_stages(self, target: ModelState) -> bool:
         """Return whether a link was too slow for a model's weights, and there are blocks for a stage per rank."""
@@ -122,7 +125,7 @@ class Models:
         """Record that a rank ran out of memory: from its next load on, the model takes less of it where it can."""
         resident = self.resident.get(target.key)
         if resident is not None:
-            self._shortages.note(self._pool.config.devices, target.kind, resident.choice.placement)
+            self._shortages.note(self._pool.config.devices, target.kind, resident.choice.tried)
 
     def common_room(self, free: list[int | None]) -> int | None:
         """Return the bytes available on every rank, from each rank's free device memory; None where ranks are CPUs."""
@@ -143,19 +146,22 @@ class Models:
         PoolError if the pool failed."""
         resident = self.held.get(target.key)
         stages = config.staged.stages
-        same = resident is not None and (resident.patches_uuid, resident.choice.placement) == (
-            target.patches_uuid,
-            choice.placement,
-        )
+        same_place = resident is not None and resident.choice.place == choice.place
+        same = same_place and resident is not None and resident.patches_uuid == target.patches_uuid
         if resident is not None and same and (choice.placement != STAGED or resident.stages == stages):
             # The same weights with the same placement: only the settings behind the choice are new.
             resident.choice, resident.asked, resident.call_bytes = choice, asked_of(config), target.demand.besides
             return
-        held = target.demand.on_device(choice.placement, self._pool.world_size, stages)
+        held = target.demand.on_device(choice.placement, self._pool.world_size, stages, choice.shared)
         request, packer = target.request(choice.placement, held)
         formats, travelled = self._common_formats(cancelled), bool(self._pool.apart)
         request = replace(
-            request, stages=stages, formats=formats, travelled=travelled, memory_nbytes=round_up(packer.nbytes, mmap.PAGESIZE)
+            request,
+            stages=stages,
+            shared=choice.shared,
+            formats=formats,
+            travelled=travelled,
+            memory_nbytes=round_up(packer.nbytes, mmap.PAGESIZE),
         )
         self.resident.pop(target.key, None)  # until all ranks have answered, nobody knows what they hold
         name = target.name
@@ -164,7 +170,7 @@ class Models:
             with contextlib.closing(SharedBlock()) as memory:  # not that of messages: the ranks keep it
                 with self._pool.named_errors("load"):
                     packer.write(memory.view(request.memory_nbytes))
-                    if travelled and not (resident is not None and resident.choice.placement == choice.placement):
+                    if travelled and not same_place:
                         request = replace(request, sent=self._sent(target, cancelled))
                         self._add(memory, request, target)
                 request = replace(request, memory=memory.address)
@@ -174,7 +180,7 @@ class Models:
                 target.verify(request, own, replies, self._pool.pids, ask)
         except BaseException as error:
             if isinstance(error, RankOutOfMemory):
-                self._shortages.note(self._pool.config.devices, target.kind, choice.placement)
+                self._shortages.note(self._pool.config.devices, target.kind, choice.tried)
             self._forget(target.key)
             raise
         parts = held_parts(choice, held, target.demand.weights, unit_of(config.device_type), self._pool.world_size)

@@ -27,19 +27,26 @@ class Demand(NamedTuple):
     def weights(self) -> int:
         return self.sizes.whole
 
-    def on_device(self, placement: str, ranks: int, stages: int = 0) -> int:
-        """Return the largest bytes of weights on the device of one rank. `stages`: of a staged model; 0 = one per rank."""
+    def on_device(self, placement: str, ranks: int, stages: int = 0, shared: int = 0) -> int:
+        """Return the largest bytes of weights on the device of one rank. `stages`: of a staged model; 0 = one per rank. `shared`:
+        blocks that are not whole on every device; 0 = all."""
         if placement == WHOLE:
             return self.weights
         if placement == STAGED:  # a stage ends between two blocks, so it may have up to a block more than its share
             return min(self.weights, self.sizes.rest + self.sizes.blocks // (stages or ranks) + self.sizes.largest)
-        return self.sizes.per_rank(ranks, on_host=placement == OFFLOADED)
+        return self.sizes.per_rank(ranks, on_host=placement == OFFLOADED, shared=shared)
 
-    def per_rank(self, placement: str, ranks: int) -> float:
+    def per_rank(self, placement: str, ranks: int, shared: int = 0) -> float:
         """Return the bytes on the device of one rank, with its part of a call."""
-        shared, on_host = placement in (SHARDED, OFFLOADED), placement == OFFLOADED
-        beside = sum(each.per_rank(ranks, on_host=on_host) if shared else each.whole for each in self.beside)
-        return self.on_device(placement, ranks) + beside + self.call / (1 if placement == STAGED else ranks)
+        alike, on_host = placement in (SHARDED, OFFLOADED), placement == OFFLOADED
+        beside = sum(each.per_rank(ranks, on_host=on_host) if alike else each.whole for each in self.beside)
+        return self.on_device(placement, ranks, shared=shared) + beside + self.call / (1 if placement == STAGED else ranks)
+
+    def fewest_shared(self, placement: str, ranks: int, room: float, least: int = 0) -> int:
+        """Return the fewest blocks that ranks have to share so that the others fit whole on every device; 0 = sharing all is not
+        enough, or there are too few blocks. `least`: as many at least."""
+        counts = range(max(1, least), self.sizes.number)
+        return next((count for count in counts if self.per_rank(placement, ranks, count) <= room), 0)
 
     @property
     def besides(self) -> float:
@@ -61,6 +68,17 @@ class Choice(NamedTuple):
     placement: str
     reason: str
     most: int = 0  # ranks that a call can use, the first ones: the others have too little memory; 0 = all
+    shared: int = 0  # blocks that are not whole on every device; 0 = all, where the placement shares any
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """What ranks have to load the model again for."""
+        return self.placement, self.shared
+
+    @property
+    def tried(self) -> str:
+        """The placement that is too large where this one is: with more blocks shared it may fit."""
+        return PLACEMENTS[PLACEMENTS.index(self.placement) - 1] if self.shared else self.placement
 
 
 @dataclass
@@ -85,6 +103,7 @@ def choose(
     at_least: str = WHOLE,
     slow_link: bool = False,
     free: Sequence[int] = (),
+    least_shared: int = 0,
 ) -> Choice:
     """Choose the placement of a model before its load.
 
@@ -94,6 +113,7 @@ def choose(
         at_least: a placement to start from, because a rank ran out of memory with the previous one.
         slow_link: a call waited longer for sharded weights than a whole call on one device would take.
         free: device bytes available to each rank, where calls may leave ranks out.
+        least_shared: blocks that were shared before, as the placement to start from; 0 = it was chosen with all shared.
 
     Raises:
         UnsupportedError: the user's placement does not fit into the memory that the user has set.
@@ -125,6 +145,13 @@ def choose(
         first = f"{demand.weights / GB:.3g} GB of weights on the first {most} of {ranks} devices"
         return Choice(WHOLE, f"whole: {first}; the others have {small} free", most)
     for placement in PLACEMENTS[PLACEMENTS.index(at_least) :]:
+        before = least_shared if placement == at_least else 0
+        mixes = placement != WHOLE and (before > 0 or placement != at_least)
+        if mixes and (shared := demand.fewest_shared(placement, ranks, room, before)):
+            held = demand.on_device(placement, ranks, shared=shared) / GB
+            how = f"{shared} of {demand.sizes.number} blocks are shared{' from the host' if placement == OFFLOADED else ''}"
+            reason = f"{placement}: {how}, {held:.3g} of {demand.weights / GB:.3g} GB are on each of {ranks} devices"
+            return Choice(placement, reason, shared=shared)
         if demand.per_rank(placement, ranks) <= room:
             beside = f", beside {(demand.besides - demand.call) / GB:.3g} GB of ControlNets" if demand.beside else ""
             return Choice(placement, f"{placement}: {_on_each(demand, placement, ranks)} of {room / GB:.3g} GB{beside}")

@@ -361,6 +361,7 @@ class Load(Request[Loaded]):
     placement: str = "whole"
     device_bytes: int = 0  # of weights that one rank keeps on its device
     stages: int = 1  # of the model, where it is staged
+    shared: int = 0  # blocks of which every rank has a part, where it has others whole; 0 = all
     formats: tuple[str, ...] = ()  # quantised ones that the devices of all ranks multiply in
     roots: tuple[str, ...] = ()  # classes and functions that compute with it, besides its own: by name
     packs: tuple[str, ...] = ()  # paths of node packs to import first

@@ -21,7 +21,7 @@ DEEP, SHARED_FITS, NEITHER_FITS = {"ckpt": "flux_deep"}, 0.036, 0.024  # GB, wit
 
 @pytest.fixture(scope="module")
 def whole(pool_server):
-    graphs = {"plain": {}, "deep": DEEP, "lora": LORA}
+    graphs = {"plain": {}, "deep": DEEP, "lora": LORA, "deep lora": {**DEEP, **LORA}}
     return {name: pool_server.sample(flux_prompt(cp={**CP, "weights": "whole"}, **graph)) for name, graph in graphs.items()}
 
 
@@ -81,6 +81,23 @@ def test_memory_decides(pool_server, whole, memory, expected):
     assert placement(pool_server, "flux_deep") == report["reason"]
     assert report["reason"].startswith(f"{expected}: ")
     assert report["device_bytes"] <= memory * 1e9 or expected == "offloaded"
+
+
+def test_as_many_blocks_as_fit_are_whole(pool_server, whole):
+    """The less memory, the more blocks are shared and sent, down to all of them. The same latents, with a LoRA too."""
+    shared, sent = [], []
+    for memory in (0.041, 0.039, 0.037):
+        cp = {**CP, "weights": "auto", "memory_per_rank": memory}
+        for expected, settings in (("deep", {}), ("deep lora", LORA)):
+            result = pool_server.run(flux_prompt(cp=cp, node="CPSampler", **DEEP, **settings)).check()
+            same(pool_server.latent(result), whole[expected])
+            weights = result.report["weights"]
+            assert weights["placement"] == "sharded", weights
+            assert weights["device_bytes"] <= memory * 1e9, weights
+        shared.append(int(re.search(r"(\d+) of 26 blocks are shared|$", weights["reason"])[1] or 0))
+        sent.append(result.report["communication"]["bytes"])
+    assert 0 < shared[0] < shared[1] < shared[2] < 26
+    assert sent[0] < sent[1] < sent[2]
 
 
 def test_what_was_set_before_says_nothing(pool_server, whole):

@@ -7,7 +7,7 @@ import pytest
 from cp_runtime.controller.placement import Demand, choose, next_smaller
 from cp_runtime.controller.workers import Workers
 from cp_runtime.engine.ranks.config import PipelineSettings
-from cp_runtime.engine.weights.blocks import Sizes
+from cp_runtime.engine.weights.blocks import Sizes, spread
 from cp_runtime.errors import UnsupportedError
 
 GB = 10**9
@@ -32,7 +32,50 @@ def config(weights="auto", ranks=2, memory_per_rank=0.0, pipeline=None):
     ],
 )
 def test_auto_takes_the_first_that_fits(ranks, room, placement, reason):
-    assert choose(config(ranks=ranks), DEMAND, room and room * GB) == (placement, reason, 0)
+    assert choose(config(ranks=ranks), DEMAND, room and room * GB) == (placement, reason, 0, 0)
+
+
+BLOCKS = DEMAND._replace(sizes=DEMAND.sizes._replace(number=62))
+
+
+@pytest.mark.parametrize(
+    ("room", "expected"),
+    [
+        (66, ("whole", 0)),
+        (65, ("sharded", 7)),  # 2 GB outside of blocks, 56 of whole ones, 2 of two at a time, half of 6, and 2 of the call
+        (50, ("sharded", 37)),
+        (40, ("sharded", 57)),
+        (37, ("sharded", 0)),
+        (36, ("offloaded", 33)),
+        (7, ("offloaded", 0)),
+    ],
+)
+def test_as_many_blocks_as_fit_stay_whole(room, expected):
+    found = choose(config(), BLOCKS, room * GB)
+    assert (found.placement, found.shared) == expected
+    assert BLOCKS.per_rank(found.placement, 2, found.shared) <= room * GB
+    if found.shared:
+        assert BLOCKS.per_rank(found.placement, 2, found.shared - 1) > room * GB
+
+
+def test_what_ran_out_of_memory_with_some_blocks_whole_shares_all():
+    some = choose(config(), BLOCKS, 50 * GB)
+    again = next_smaller(BLOCKS, some.tried, 2)
+    assert choose(config(), BLOCKS, 50 * GB, again)[::3] == ("sharded", 0)
+    from_host = choose(config(), BLOCKS, 36 * GB)
+    assert choose(config(), BLOCKS, 36 * GB, next_smaller(BLOCKS, from_host.tried, 2))[::3] == ("offloaded", 0)
+
+
+def test_a_larger_call_shares_more_blocks():
+    larger = BLOCKS._replace(call=14 * GB)
+    some = choose(config(), BLOCKS, 50 * GB)
+    more = choose(config(), larger, 50 * GB, some.placement, least_shared=some.shared)
+    assert more.placement == "sharded"
+    assert some.shared < more.shared
+
+
+def test_shared_blocks_are_far_from_each_other():
+    assert [spread(range(10), count) for count in (1, 2, 3, 10)] == [[5], [2, 7], [1, 5, 8], [*range(10)]]
 
 
 @pytest.mark.parametrize(
@@ -75,7 +118,7 @@ def test_a_link_is_slow_if_one_device_would_be_faster(seconds, waited, slow):
 
 def test_pipefusion_is_staged():
     reason = choose(config(ranks=4, pipeline=PipelineSettings(stages=2)), DEMAND, None)
-    assert reason == ("staged", "staged, as set: 64 GB of weights in 2 stages of 34 GB", 0)
+    assert reason == ("staged", "staged, as set: 64 GB of weights in 2 stages of 34 GB", 0, 0)
 
 
 def test_a_call_needs_room_too():
@@ -120,7 +163,7 @@ def test_a_few_large_blocks_are_better_whole():
     """Two of them are there at a time, beside the part of all."""
     demand = Demand(Sizes(blocks=20 * GB, largest=12 * GB, rest=GB), call=0)
     reason = "whole: 21 GB of weights on each of 2 devices, more than the 16 GB that memory_per_rank allows"
-    assert choose(config(memory_per_rank=16.0), demand, 16 * GB) == ("whole", reason, 0)
+    assert choose(config(memory_per_rank=16.0), demand, 16 * GB) == ("whole", reason, 0, 0)
 
 
 @pytest.mark.parametrize("weights", ["whole", "sharded", "offloaded"])

@@ -32,7 +32,7 @@ from ...engine.plan import ShardingPlan
 from ...engine.ranks.collectives import RankGroup
 from ...engine.ranks.mesh import Stage
 from ...engine.ranks.sharding import Shares
-from ...engine.weights.blocks import Block
+from ...engine.weights.blocks import Block, spread
 from ...engine.weights.pages import Ranges, give_back, inside
 from ...engine.weights.sharded import ShardedWeights
 from ...nested import alias, is_plain_storage_subclass, stored
@@ -274,25 +274,38 @@ class ShardedWeightsPatcher(PartialWeightsPatcher):
 
     Attributes:
         cp_ranks, cp_on_host: see `ShardedWeights`.
+        cp_shared: number of these blocks, the others stay whole; 0 = all.
         cp_shards: the shards, while they are on the device.
     """
 
     cp_ranks: RankGroup
     cp_on_host: bool
+    cp_shared: int
     cp_shards: ShardedWeights | None
 
     @classmethod
     def shard(
-        cls, patcher: Any, pages: Pages, facts: Facts, ranks: RankGroup, size: int, progress: LoadProgress, *, on_host: bool
+        cls,
+        patcher: Any,
+        pages: Pages,
+        facts: Facts,
+        ranks: RankGroup,
+        size: int,
+        progress: LoadProgress,
+        shared: int,
+        *,
+        on_host: bool,
     ) -> None:
-        """Turn a new patcher into this class. `size`: see `cp_size`."""
+        """Turn a new patcher into this class. `size`: see `cp_size`; `shared`: see `cp_shared`."""
         cls.adopt(patcher, pages, facts, progress)
         patcher.cp_ranks, patcher.cp_on_host, patcher.cp_shards, patcher.cp_size = ranks, on_host, None, size
+        patcher.cp_shared = shared
 
     def load(self, device_to: torch.device, *args: Any, **kwargs: Any) -> None:
         shards = ShardedWeights(network_of(self.model), self.cp_ranks, device_to, on_host=self.cp_on_host, remedy=SHARDED_REMEDY)
         self.cp_shards = shards
-        own = self._load_without(shards.blocks.values(), device_to)
+        blocks = list(shards.blocks.values())
+        own = self._load_without(spread(blocks, self.cp_shared) if self.cp_shared else blocks, device_to)
         for block, parameters in own.items():
             block.put(parameters)
             shards.keep(block.name, self._patched(block, device_to))

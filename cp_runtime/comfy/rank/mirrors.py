@@ -81,7 +81,7 @@ class Mirrors:
         began = time.perf_counter()
         import_packs(request.packs)
         key, placement = request.key, request.placement
-        if key in self.entries and self.entries[key].placement != placement:
+        if key in self.entries and (self.entries[key].placement, self.entries[key].shared) != (placement, request.shared):
             self.drop([key])
         mirror = self.entries.get(key)
         if mirror is None:
@@ -100,12 +100,19 @@ class Mirrors:
                 MappedWeightsPatcher.adopt(patcher, pages, facts, self.progress)
             else:
                 ShardedWeightsPatcher.shard(
-                    patcher, pages, facts, ranks, request.device_bytes, self.progress, on_host=placement == OFFLOADED
+                    patcher,
+                    pages,
+                    facts,
+                    ranks,
+                    request.device_bytes,
+                    self.progress,
+                    request.shared,
+                    on_host=placement == OFFLOADED,
                 )
             formats = tuple(own_formats(patcher.model, facts, self.device, request.formats))
             nbytes = sum(part.nbytes for weight in patcher.model.parameters() for part in stored(weight))
             names = frozenset(patcher.model.state_dict())
-            mirror = Mirror(patcher, names, placement, nbytes, formats, classes, memory.files)
+            mirror = Mirror(patcher, names, placement, nbytes, formats, classes, memory.files, request.shared)
         self._patch(mirror, request, block)
         self.entries[key] = mirror
         return Loaded(
@@ -258,7 +265,7 @@ class Mirrors:
         else:
             ranks, on_host = mesh.sequence().weights, request.placement == OFFLOADED
             size = sizes_of(network).per_rank(ranks.size, on_host=on_host)
-            ShardedWeightsPatcher.shard(patcher, pages, facts, ranks, size, self.progress, on_host=on_host)
+            ShardedWeightsPatcher.shard(patcher, pages, facts, ranks, size, self.progress, 0, on_host=on_host)
 
     def drop(self, keys: Iterable[str]) -> None:
         """Drop models and networks of patches. Host and device memory is freed; files stay in the page cache."""

@@ -37,6 +37,7 @@ class Mirror:
         formats: quantised formats with native multiplication on this device.
         classes: of its modules.
         files: with weights of it, that this rank maps by itself.
+        shared: blocks of which every rank has a part, see `Load`.
         reserved: bytes of device memory left free for calls at the last move of its weights there.
         compiled: its blocks, where calls ask for that.
     """
@@ -48,6 +49,7 @@ class Mirror:
     formats: tuple[str, ...]
     classes: frozenset[type]
     files: Sequence[MappedFile] = ()
+    shared: int = 0
     reserved: float = 0.0
     compiled: CompiledBlocks | None = None
     _pipeline: tuple[Any, Pipeline] | None = None  # and its weights

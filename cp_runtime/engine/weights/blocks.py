@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -56,19 +56,27 @@ class Block:
 
 
 class Sizes(NamedTuple):
-    """Bytes of a model's weights: of its blocks together, of the largest one, and of weights outside of blocks."""
+    """Bytes of a model's weights: of its blocks together, of the largest one, and outside of blocks; and the number of blocks."""
 
     blocks: int
     largest: int
     rest: int
+    number: int = 0
 
     @property
     def whole(self) -> int:
         return self.blocks + self.rest
 
-    def per_rank(self, ranks: int, *, on_host: bool = False) -> int:
-        """Return the bytes on the device of one rank out of `ranks` that share the model. It holds two whole blocks at a time."""
-        return self.rest + 2 * self.largest + (0 if on_host else -(-self.blocks // ranks))
+    def per_rank(self, ranks: int, *, on_host: bool = False, shared: int = 0) -> int:
+        """Return the bytes on the device of one rank out of `ranks` that share the model, two blocks at a time included.
+
+        `shared`: blocks of which it has a part, where it has others whole; 0 = all.
+        """
+        part, whole = self.blocks, 0
+        if shared:  # spread through the model, so that they are as large as others: up to one block
+            whole = min(self.blocks, self.blocks * (self.number - shared) // self.number + self.largest)
+            part = self.blocks - whole
+        return self.rest + whole + 2 * self.largest + (0 if on_host else -(-part // ranks))
 
 
 def blocks_of(model: nn.Module) -> list[Block]:
@@ -120,5 +128,13 @@ def sizes_of(model: nn.Module, dtype_of: Callable[[nn.Module, str], torch.dtype]
 
     blocks = [sum(nbytes(places[0]) for places in block.slots.values()) for block in blocks_of(model)]
     return Sizes(
-        sum(blocks), max(blocks, default=0), sum(nbytes(places[0]) for _, places in _weights_in(model).values()) - sum(blocks)
+        sum(blocks),
+        max(blocks, default=0),
+        sum(nbytes(places[0]) for _, places in _weights_in(model).values()) - sum(blocks),
+        len(blocks),
     )
+
+
+def spread(blocks: Sequence[Block], count: int) -> list[Block]:
+    """Return some of the blocks, as far from each other as they can be: while those between them compute, one can be fetched."""
+    return [blocks[(2 * place + 1) * len(blocks) // (2 * count)] for place in range(count)]
