@@ -85,6 +85,9 @@ class RunResult:
     # Of a call from its repetition on one device, or of one in patches from the exact one (`nested.difference`); None = unmeasured
     difference: float | None = None
     last: CallRecord | None = None  # on the ranks
+    # controlnets, controlnets_here: of any call, see `CallRecord`: a ControlNet may be of some only
+    controlnets: int = 0
+    controlnets_here: tuple[str, str] | None = None
     # mean, by_rank: per call of the ranks, of rank 0's reports and of `time_by_rank`
     mean: Mapping[str, float] = field(default_factory=dict)
     by_rank: Sequence[Mapping[str, float]] = ()
@@ -244,10 +247,7 @@ class RunStats:
             self.count, mean, by_rank = 0, {}, [{} for _ in record.reports]
         self._alone = new
         self.count += 1
-        first, before = record.reports[0], self.result.last
-        if before is not None:  # a ControlNet may be of some calls only
-            most, here = max(before.controlnets, record.controlnets), record.controlnets_here or before.controlnets_here
-            record = replace(record, controlnets=most, controlnets_here=here)
+        first = record.reports[0]
         sent, outcome = first.communication, first.outcome
         figures = {
             "seconds": first.seconds,
@@ -260,6 +260,8 @@ class RunStats:
         self.note(
             ranks=record.at_work,
             last=record,
+            controlnets=max(self.result.controlnets, record.controlnets),
+            controlnets_here=record.controlnets_here or self.result.controlnets_here,
             patched=self.result.patched + (outcome.staged is not None and outcome.staged.patches > 1),
             mean=self._mean(mean, figures),
             by_rank=[self._mean(*both) for both in zip(by_rank, time_by_rank(record.reports), strict=True)],

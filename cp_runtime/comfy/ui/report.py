@@ -88,8 +88,8 @@ def _of_ranks(model: ContextParallelPatcher, result: RunResult, last: CallRecord
         "weights": _weights(model),
         "on_all_tokens": last.on_all_tokens,
         "on_whole_batch": last.on_whole_batch,
-        "controlnets": last.controlnets,
-        "controlnets_on_one_device": last.controlnets_here,  # why
+        "controlnets": result.controlnets,
+        "controlnets_on_one_device": result.controlnets_here,  # why
         "pipeline": _pipeline(config, result, last),
         # Of the last call: kinds of compiled blocks, uncompiled ones with reasons, and rank 0's compilations since its start.
         "compiled": {"kinds": outcome.compiled.kinds, "left": outcome.compiled.left, **outcome.compiled.counts},
