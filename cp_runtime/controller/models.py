@@ -95,7 +95,8 @@ class Models:
             return True
         if self._wants_stages(target) and resident.choice.placement in (SHARDED, OFFLOADED):
             return False
-        return target.demand.besides <= resident.call_bytes or resident.choice.placement in (OFFLOADED, STAGED)
+        may_share_more = resident.choice.shared > 0 or resident.choice.placement not in (OFFLOADED, STAGED)
+        return target.demand.besides <= resident.call_bytes or not may_share_more
 
     def choose_placement(self, config: RuntimeConfig, target: ModelState, cancelled: Callable[[], bool]) -> Choice:
         """Choose a model's placement. Models already on the ranks can be evicted, so their memory counts as free."""

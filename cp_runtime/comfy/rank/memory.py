@@ -267,7 +267,7 @@ class PartialWeightsPatcher(MappedWeightsPatcher):
 
 
 class ShardedWeightsPatcher(PartialWeightsPatcher):
-    """A ModelPatcher with this rank's shard of every block (`engine.weights`).
+    """A ModelPatcher with this rank's shard of every block, or of some (`engine.weights`).
 
     Weight patches go into a block before it is sharded, so a rank never holds more of a model than its shards and one block, and
     quantised weights stay quantised.
