@@ -7,7 +7,7 @@ import psutil
 import pytest
 from support import families
 from support.graphs import family_prompt, flux_prompt
-from support.latents import assert_close, differ
+from support.latents import TOLERANCE, assert_close, differ, distance
 from support.modes import in_modes
 from support.node_graphs import NEGATIVE, POSITIVE, GraphCase, assert_stock, completed, node, picture, two_controlnets
 from support.worlds import alternate
@@ -192,6 +192,25 @@ def test_the_ranks_drop_it_when_it_is_gone(server):
         assert server.run(completed(case.build(cp={"world_size": 2}), server)).check().report["controlnets"] == 2
         mapped.append(sum("/memfd:" in line for line in Path(f"/proc/{server.worker_pids()[0]}/maps").read_text().splitlines()))
     assert mapped[-1] <= mapped[1], mapped
+
+
+@pytest.mark.parametrize(("kind", "graph"), [("flux image", partial(flux_prompt, node="CPSampler")), ("unet", "sd15")])
+@pytest.mark.parametrize("served", ["sd15"])
+def test_another_hint_for_the_same_controlnet(kind, graph, served, server, family_checkpoints):
+    """The ranks keep what the layers for hints have made of the last one."""
+    latents = {}
+    for cp in (None, {"world_size": 2}):
+        for seed in (5, 9, 5):
+            case = two_controlnets(graph, kind, steps=3)
+            hints = {name: picture(80, 96, seed=seed) for name in ("hint_0", "hint_1")}
+            strong = {name: (cls, {**given, "strength": 8.0}) for name, (cls, given) in case.nodes.items() if "applied" in name}
+            case = GraphCase(case.graph, {**case.nodes, **hints, **strong}, case.wiring, case.settings)
+            latents.setdefault((cp is None, seed), []).append(server.sample(completed(case.build(cp=cp), server)))
+    far = distance(latents[True, 5][0], latents[True, 9][0])
+    assert far > 5 * TOLERANCE, far
+    for seed in (5, 9):
+        for stock, ours in zip(latents[True, seed], latents[False, seed], strict=True):
+            assert_close(ours, stock)
 
 
 def test_a_controlnet_that_is_changed_in_place(server):

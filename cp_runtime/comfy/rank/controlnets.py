@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from comfy.controlnet import ControlBase, StrengthType
 from torch import Tensor, nn
 
@@ -63,12 +65,36 @@ def _run(
         patcher.cp_installed = InstalledPlan(network, plan)
     installed: InstalledPlan[ControlNetPlan] = patcher.cp_installed
     with (
+        _kept_hint(patcher),
         installed.call(mesh, planner, on_module, weights) as call,
         attention_by_name(plan.attention_names, attention_override(call)),
     ):
         out = installed.forward(network.forward, **arguments)
         state: CallState = call.state
         return out, tuple(state.layout((plan.stream,)).local_lengths) if plan.stream else ()
+
+
+@contextmanager
+def _kept_hint(patcher: Any) -> Iterator[None]:
+    """Have the layers that only see the hint compute it once for all calls, while active: every rank needs all of it, and it is the
+    same in every step."""
+    block = getattr(patcher.model, "input_hint_block", None)
+    if block is None:
+        yield
+        return
+
+    def forward(hint: Tensor, *others: Any) -> Tensor:
+        kept = getattr(patcher, "cp_hint", None)
+        if kept is None or kept[0].dtype != hint.dtype or not torch.equal(kept[0], hint):
+            kept = patcher.cp_hint = hint, type(block).forward(block, hint, *others)
+        made: Tensor = kept[1].clone()  # the network may add to it in place
+        return made
+
+    block.forward = forward
+    try:
+        yield
+    finally:
+        del block.forward
 
 
 def _gathered(mesh: SequenceMesh, lengths: Sequence[int], residual: Tensor) -> Tensor:
