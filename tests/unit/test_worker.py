@@ -97,12 +97,18 @@ def test_a_call_takes_no_less_time_than_its_communication(monkeypatch):
     assert times["communication"] + times["compute"] == pytest.approx(report.seconds)
 
 
-def test_events_of_a_call_serve_the_next_one(monkeypatch):
+@pytest.fixture
+def timed_device(monkeypatch):
+    """A device, and an entry for each event that was made of it."""
     device, made = SlowDevice(), []
     make = device.Event
     monkeypatch.setattr(device, "Event", lambda enable_timing: made.append(0) or make(enable_timing))
     monkeypatch.setattr(torch, "get_device_module", lambda _: device)
-    stats = CommStats()
+    return device, made
+
+
+def test_events_of_a_call_serve_the_next_one(timed_device):
+    (device, made), stats = timed_device, CommStats()
     for call in range(1, 4):
         stats.reset()
         for _ in range(call % 3 + 1):
@@ -115,12 +121,8 @@ def test_events_of_a_call_serve_the_next_one(monkeypatch):
     assert len(made) == 2 * 4  # an event belongs to a device
 
 
-def test_of_many_waits_a_sample_is_timed(monkeypatch):
-    device, made = SlowDevice(), []
-    make = device.Event
-    monkeypatch.setattr(device, "Event", lambda enable_timing: made.append(0) or make(enable_timing))
-    monkeypatch.setattr(torch, "get_device_module", lambda _: device)
-    stats = CommStats()
+def test_of_many_waits_a_sample_is_timed(timed_device):
+    (device, made), stats = timed_device, CommStats()
     for _ in range(16 + 64):
         stats.wait([SlowMessage(device, 0.01)], torch.device("cuda", 0), on_host=False)
     assert stats.seconds == pytest.approx(0.8, abs=1e-3)

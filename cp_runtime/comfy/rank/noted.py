@@ -116,15 +116,13 @@ class NotesHere:
         """Return what has changed, as `CallOutcome` has it."""
         if self._graph is None:
             return {}
-        return {"wrote": tuple(self.wrote), **self._changes()}
-
-    def _changes(self) -> dict[str, str]:
+        told: dict[str, Any] = {"wrote": tuple(self.wrote)}
         if self._overwritten:
-            return {"unsaid": f"they change {self._overwritten[0]}, a part of the model"}
+            return told | {"unsaid": f"they change {self._overwritten[0]}, a part of the model"}
         try:
-            return {"noted": "" if self._graph is None else self._graph.changes(HELD.number_of)}
+            return told | {"noted": self._graph.changes(HELD.number_of)}
         except MirrorError as error:
-            return {"unsaid": str(error)}
+            return told | {"unsaid": str(error)}
 
 
 def _refill(attributes: dict[str, dict[str, Any]], path: str, now: dict[str, Any]) -> None:

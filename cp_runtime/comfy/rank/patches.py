@@ -103,7 +103,7 @@ class CallPatches:
         objects = objects_in_place(self.objects, model, call) if self.objects else nullcontext()
         notes = self.notes
         drawn = None if notes is None else _random_states(self.own.load_device)
-        before = [(each, dict(each)) for each in _dicts_in(options)]
+        before = [] if notes is None else [(each, dict(each)) for each in _dicts_in(options)]
         with objects, nullcontext() if notes is None else notes.in_place(), self.injections.in_place(model, notes, call.mesh.whole):
             yield
         if notes is not None:

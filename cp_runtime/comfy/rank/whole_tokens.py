@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -101,10 +102,14 @@ class _Blocks:
         self._inside.close()
         return whole
 
+    @cached_property
+    def _of_the_call(self) -> set[int]:
+        """The patches of the call's own options, by id."""
+        return set(map(id, _patches_in(self._call.state.arguments)))
+
     def _check(self, values: Any) -> None:
         """Raise PatchError where the code gives a block patches of its own: they would get this rank's tokens."""
-        known = set(map(id, _patches_in(self._call.state.arguments)))
-        if any(id(each) not in known for each in _patches_in(values)):
+        if any(id(each) not in self._of_the_call for each in _patches_in(values)):
             raise PatchError(f"{self._name} gives a block patches of its own")
 
     def agree(self, name: str) -> None:
