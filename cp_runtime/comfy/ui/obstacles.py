@@ -32,7 +32,6 @@ from .options import compile_settings
 from .packs import running_code
 from .patches import PatchSet
 from .runtime import multiplies_nvfp4
-from .values import value_of
 from .watching import controls_of
 from .weight_patches import written_patches
 
@@ -49,7 +48,6 @@ def check_model(patcher: Any, config: RuntimeConfig) -> None:
         plan_for(model)
         with ejected(patcher.model):
             check_classes(patcher)
-            value_of(patcher.model).check(patcher)
         written_patches(applied_patches(patcher))
     except PlanError as error:
         packs = ", ".join(map(os.path.basename, ModelFingerprint(patcher, classes_of(model)).packs))

@@ -149,10 +149,6 @@ class ModelValue:
         """The files with some of its weights, by path, and the numbers of their blocks."""
         return dict(self._files)
 
-    def check(self, patcher: Any) -> None:
-        """Raise MirrorError if something in the model of a patcher cannot be sent."""
-        self._write(patcher)
-
     def of(self, patcher: Any, thorough: bool = True) -> Value:
         """Return the value of a patcher's model, anew where anything has changed. Raises MirrorError: it has something that cannot
         be sent.
