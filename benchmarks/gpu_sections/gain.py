@@ -1,27 +1,32 @@
 """What several GPUs gain, and whether the picture stays the same: the first section of a stranger's report.
 
-A Flux in bfloat16 with random weights, 1,024 × 1,024, through a server: seconds per step of the stock graph and of every way to
-share it, and the latent's root mean square difference from the stock graph's, relative to its standard deviation. `rounding`: in a
-smaller Flux, the distance to float32 relative to that of the stock graph in bfloat16.
+A whole Flux with random weights, in bfloat16 or, on GPUs with less than 40 GB, in float8, 1,024 × 1,024, through a server: seconds
+per step of the stock graph and of every way to share it, and the latent's root mean square difference from the stock graph's,
+relative to its standard deviation. `rounding`: in a smaller Flux, the distance to float32 relative to that of the stock graph in
+bfloat16.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
+import shutil
 import subprocess
 from functools import partial
 from typing import Any
 
 import torch
 from support import checkpoints
+from support.architectures import Flux
 from support.graphs import flux_prompt
 
 from .section import NEEDS_SEVERAL, Section
 from .server import Server, new_models
 
 STEPS = 6
-WHOLE_FLUX, SMALL_FLUX, TINY_FLUX = (3072, 19, 38), (3072, 3, 6), (512, 1, 2)  # width, double blocks, single blocks
-ROOM = 40e9  # bytes of a GPU from which on the whole one fits beside its activations
+SIZES = "hidden", "double_blocks", "single_blocks"
+WHOLE_FLUX, SMALL_FLUX, TINY_FLUX = (3072, 19, 38), (3072, 3, 6), (512, 1, 2)
+ROOM = 40e9  # bytes of a GPU from which on a whole one in bfloat16 fits beside its activations; in float8 it does in half of it
 SAME = 0.02  # times CFG, which multiplies it: in bfloat16 two runs of the stock graph differed by 0.006 on a GPU
 QUESTIONS = "name,pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current,clocks.sm,clocks.max.sm,power.draw,power.limit"
 TIMEOUT = 240.0  # seconds of a prompt: ranks read 24 GB first
@@ -35,15 +40,21 @@ def gain(section: Section) -> None:
     links(section)
     models = new_models()
     least = min(torch.cuda.get_device_properties(index).total_memory for index in range(count))
-    size = TINY_FLUX if section.rehearse else WHOLE_FLUX if least >= ROOM else SMALL_FLUX
-    checkpoints.write_flux("gain", models, *size, dtype=torch.bfloat16)
+    size = TINY_FLUX if section.rehearse else WHOLE_FLUX
+    dtype = torch.bfloat16 if least >= ROOM else torch.float8_e4m3fn
+    needed = dtype.itemsize * sum(math.prod(each.shape) for each in Flux(**dict(zip(SIZES, size, strict=True))).tensors())
+    free = shutil.disk_usage(models).free
+    if free < needed:
+        size = SMALL_FLUX
+    section.add("model", blocks=f"{size[1]} + {size[2]}", dtype=str(dtype), GB=needed / 1e9, GB_free_in_temporary_folder=free / 1e9)
+    checkpoints.write_flux("gain", models, *size, dtype=dtype)
     side = 256 if section.rehearse else 1024
     graph = partial(flux_prompt, node="CPSampler", ckpt="gain", width=side, height=side, tokens=256, steps=STEPS)
-    with Server(section, models, "--bf16-unet") as server:
+    with Server(section, models, *(("--bf16-unet",) if dtype == torch.bfloat16 else ())) as server:
         for cfg in (1.0, 4.0):
             stock, before = server.measured(graph(cfg=cfg), TIMEOUT)
             alone = min(server.step_seconds(before))
-            section.add(f"stock, CFG {cfg:g}", seconds_per_step=alone, blocks=f"{size[1]} + {size[2]}")
+            section.add(f"stock, CFG {cfg:g}", seconds_per_step=alone)
             for name, cp in ways(count, cfg).items():
                 with section.part(name):
                     latent, result = server.measured(graph(cfg=cfg, cp=cp), TIMEOUT)
