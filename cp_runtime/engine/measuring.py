@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from statistics import fmean
+from statistics import fmean, median
 
 import torch
 from torch import Tensor
@@ -22,7 +22,8 @@ from .ranks.mesh import SequenceMesh
 from .ranks.sharding import Shares
 
 SAME_SPEED = 0.1  # devices of different names that differ by less count as equal
-SAME_NAME = 0.25, 1.0  # those of one name get shares in between: a power limit or heat; beyond, another program was at work
+SAME_NAME = 0.15, 1.0  # those of one name get shares in between: a power limit or heat; beyond, another program was at work
+MEASUREMENTS = 3  # of a device's speed: one alone may meet another program, and its shares would stay
 CPU = zlib.crc32(b"cpu")  # a core of a busy machine is slow now and then
 SLOWDOWN = 2.0  # times as long: the link has become slower; a late rank does not explain it
 # Seconds to measure a link, and the limit while it becomes slower. A token bucket lets a burst pass at once: one of 10 MB at
@@ -31,6 +32,7 @@ LINK_SECONDS, SLOWING_LINK_SECONDS = 0.02, 1.0
 CLOCK_SECONDS = 0.3  # seconds of work that raise the clock of an idle accelerator, which may be a sixth of the one under load
 SIZES = {"cpu": (256, 1 << 18, 256), "accelerator": (4096, 1 << 22, 4096)}
 """Problem sizes: tokens of an attention, elements to send, side of a matrix."""
+VIDEO_BYTES = 64 << 20  # that a rank sends in one exchange of a video
 HEAD_DIM = 128  # of nearly all of the large models: attention with 64 is slower
 SHARE_STEPS = 4  # shares are multiples of this fraction of the slowest rank's
 
@@ -42,6 +44,7 @@ class Measured:
     machines: tuple[str, ...] = ()  # of every rank; empty = all are on one
     # (latency, bandwidth) of every rank while all send within their machine only; empty where there is one machine
     inside: tuple[tuple[float, float], ...] = ()
+    speeds: tuple[tuple[float, ...], ...] = ()  # of the ranks, in each of some measurements; empty = they are equally fast
 
     def of(self, *groups: Sequence[int]) -> Rates:
         """Return the mean over the ranks in some groups. The link is the one inside machines if each group is on one."""
@@ -64,17 +67,14 @@ class Measured:
 
     @property
     def shares(self) -> Shares:
-        """Shares in proportion to the speeds of the ranks; empty where the devices are about equally fast, or CPU ranks.
-
-        A speed is that of attention and matrix products by halves. Shares are rounded, so another measurement gives the same ones.
-        """
-        # Times add up, not speeds: the harmonic mean.
-        speeds = [2 / (1 / one.flops + 1 / one.linear) for one in self.each]
-        slowest = min(speeds)
+        """Shares in proportion to the median speeds of the ranks; empty where the devices are about equally fast in one of the
+        measurements, or CPU ranks. They are rounded, so another start gives the same ones."""
         least, most = SAME_NAME if len(set(self.devices)) == 1 else (SAME_SPEED, math.inf)
-        if set(self.devices) == {CPU} or not slowest * (1 + least) < max(speeds) <= slowest * (1 + most):
+        differ = [min(each) * (1 + least) < max(each) <= min(each) * (1 + most) for each in self.speeds]
+        if set(self.devices) == {CPU} or not differ or not all(differ):
             return ()
-        return tuple(max(SHARE_STEPS, round(SHARE_STEPS * speed / slowest)) for speed in speeds)
+        speeds = [median(each) for each in zip(*self.speeds, strict=True)]
+        return tuple(max(SHARE_STEPS, round(SHARE_STEPS * speed / min(speeds))) for speed in speeds)
 
 
 def device_name(device: torch.device) -> str:
@@ -137,38 +137,52 @@ def measure(mesh: SequenceMesh, device: torch.device, name: str = "", machines: 
     latency, bandwidth = link([True] * ranks)
     # While a slow network sends, the core of a CPU rank is free.
     work = (time.process_time() - worked) / (time.perf_counter() - began)
-    attending = best(attend)
-    overlap = max(0.0, 1 - work) if cpu else hidden(attending)
+    attending, multiplying = [], []
+    for _ in range(MEASUREMENTS):
+        whole.largest(torch.zeros(1, device=place))  # all at once: devices may share their power or their host's cores
+        attending.append(best(attend))
+        multiplying.append(best(lambda: matrix @ matrix))
+    flops = [4 * 4 * tokens**2 * HEAD_DIM / seconds for seconds in attending]
+    linear = [2 * side**3 / seconds for seconds in multiplying]
+    # Of attention and matrix products by halves. Times add up, not speeds: the harmonic mean.
+    speeds = [2 / (1 / one + 1 / other) for one, other in zip(flops, linear, strict=True)]
+    overlap = max(0.0, 1 - work) if cpu else hidden(min(attending))
     inside = link([name == machines[whole.rank] for name in machines]) if len(set(machines)) > 1 else ()
     rates = (
         latency,
         bandwidth,
-        4 * 4 * tokens**2 * HEAD_DIM / attending,
+        median(flops),
         2 * block.nbytes / best(block.clone),
         overlap,
-        2 * side**3 / best(lambda: matrix @ matrix),
+        median(linear),
         _launch(device),
         getattr(torch.cuda.get_device_properties(device), "multi_processor_count", 1) if device.type == "cuda" else 1,
     )
-    count = len(rates)
+    first, last = 1 + MEASUREMENTS, 1 + MEASUREMENTS + len(rates)
     # One table for all ranks. The name of the device travels as its crc32, which a float64 holds exactly.
-    own = [zlib.crc32(name.encode()), *rates, *inside]
+    own = [zlib.crc32(name.encode()), *speeds, *rates, *inside]
     table = whole.all_gather([torch.tensor([own], dtype=torch.float64, device=place)], [1] * ranks, 0)[0].tolist()
     mesh.stats.reset()  # no call has sent these bytes
     return Measured(
-        tuple(Rates(*row[1 : count + 1]) for row in table),
+        tuple(Rates(*row[first:last]) for row in table),
         tuple(int(row[0]) for row in table),
         tuple(machines),
         tuple((row[-2], row[-1]) for row in table) if inside else (),
+        tuple(zip(*(row[1:first] for row in table), strict=True)),
     )
 
 
 def exchange_seconds(group: RankGroup, device: torch.device) -> float:
-    """Return the seconds of a large exchange among all ranks of a group, those of the slowest rank."""
-    elements = SIZES["cpu" if device.type == "cpu" else "accelerator"][1]
-    part = torch.zeros(elements, dtype=torch.bfloat16, device=device)
-    times = _times(_sender(group, [True] * group.size, part), device, partial(_keep_busy, part))
-    return group.largest(torch.tensor([min(times)], device=group.device)).item()
+    """Return the seconds of exchanges among all ranks of a group, of a picture's size and of a video's: those of the slowest rank.
+
+    Shared memory copies large messages in pieces, beside each other, and gains by that; a picture's are one piece.
+    """
+    sizes = [SIZES["cpu" if device.type == "cpu" else "accelerator"][1], VIDEO_BYTES // 2 // max(1, group.size - 1)]
+    seconds = 0.0
+    for elements in sizes:
+        part = torch.zeros(elements, dtype=torch.bfloat16, device=device)
+        seconds += min(_times(_sender(group, [True] * group.size, part), device, partial(_keep_busy, part)))
+    return group.largest(torch.tensor([seconds], device=group.device)).item()
 
 
 def _sender(group: RankGroup, peers: Sequence[bool], part: Tensor) -> Callable[..., object]:

@@ -152,7 +152,7 @@ def test_a_link_is_measured_beyond_a_burst():
 def machine(*speeds, devices=(), machines=(), inside=(), **link):
     """What ranks of these speeds measured."""
     each = tuple(replace(FAST, flops=FAST.flops * speed, linear=FAST.flops * speed, **link) for speed in speeds)
-    return Measured(each, devices or tuple(range(len(speeds))), machines, inside)
+    return Measured(each, devices or tuple(range(len(speeds))), machines, inside, (speeds,))
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,8 @@ def machine(*speeds, devices=(), machines=(), inside=(), **link):
         ((1.0, 1.95), (), (4, 8)),
         ((3.0, 1.0), (7, 7), ()),  # of one name: one was busy when it was measured
         ((1.5, 1.0), (7, 7), (6, 4)),  # one has a power limit
-        ((1.2, 1.0), (7, 7), ()),
+        ((1.2, 1.0), (7, 7), (5, 4)),
+        ((1.1, 1.0), (7, 7), ()),
         ((1.5, 1.0), (CPU, CPU), ()),
         ((1.0, 1.09), (), ()),
         ((1.0, 1.0, 1.5, 3.1), (), (4, 4, 6, 12)),
@@ -171,6 +172,13 @@ def machine(*speeds, devices=(), machines=(), inside=(), **link):
 )
 def test_measured_shares(speeds, devices, shares):
     assert machine(*speeds, devices=devices).shares == shares
+
+
+def test_shares_need_a_difference_in_every_measurement():
+    """Another program was at work beside one of them; the next two show equal devices."""
+    once = replace(machine(1.0, 1.5, devices=(7, 7)), speeds=((1.0, 1.5), (1.0, 1.02), (1.01, 1.0)))
+    assert once.shares == ()
+    assert replace(once, speeds=((1.0, 1.5), (1.0, 1.2), (1.0, 1.25))).shares == (4, 5)
 
 
 def test_groups_that_stay_on_one_machine_have_the_link_inside():
