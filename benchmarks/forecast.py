@@ -8,6 +8,7 @@ docs/generated/scaling.md the same formula meets what others measured.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -59,6 +60,7 @@ class Link:
             all.
         memory: bytes per second that this device's memory reads and writes, by its data sheet.
         alone: devices that do not share their way, through the host's root and memory; None = none does.
+        most: devices that it connects.
     """
 
     name: str
@@ -69,6 +71,7 @@ class Link:
     between: float | None = None
     source: str = ""
     alone: int | None = None
+    most: int = PER_MACHINE
 
     def sent(self, devices: int) -> float:
         """Bytes per second that one of so many devices of a machine sends while all do."""
@@ -103,13 +106,13 @@ MODELS = {
     "flux": Model("Flux 1, 1024 x 1024", 12e9, 57, 24, 128, 4096 + 512, single=38),
     "qwen": Model("Qwen-Image, 1328 x 1328, CFG", 20e9, 60, 24, 128, 6889 + 128, 2),
     "wan14b": Model("Wan 14B, 720p, 81 frames, CFG", 14e9, 40, 40, 128, 75600, 2),
-    "hunyuan": Model("HunyuanVideo, 720p, 129 frames", 13e9, 60, 24, 128, 118800 + 256, single=40),
     # 1344 x 768; video, sound and text. What modulates by the timestep is not counted: it is computed once for all tokens.
     "minimax": Model("MiniMax-H3, 768p, 124 frames", 19.3e9, 50, 56, 128, 37296 + 414 + 512),
 }
 LINKS = {
     "nvlink": Link("NVLink 4 (H100, H200)", 300e9, 2e-5, 6.7e14, 3.35e12),
-    "nvlink5": Link("NVLink 5 (GB200)", 600e9, 2e-5, 1e15, 8e12),
+    "nvlink5": Link("NVLink 5 (GB200)", 600e9, 2e-5, 1e15, 8e12, most=72),
+    "bridge": Link("NVLink bridge (3090)", 45e9, 2e-5, 5e13, 9.4e11, most=2),
     "pcie5": Link(
         "PCIe 5 x16 (5090)",
         40e9,
@@ -120,19 +123,28 @@ LINKS = {
         source="54 between two behind a switch (voipmonitor/rtx6kpro), 35 with four and 28 with eight under "
         "two CPUs (NVIDIA/nccl#1639)",
     ),
-    "pcie4": Link(
-        "PCIe 4 x16 (4090)",
+    "pcie4p2p": Link(
+        "PCIe 4 x16 with peer access (L20)",
         18e9,
         3e-5,
         1.2e14,
         1e12,
         alone=3,
-        source="21 with peer access, 13 without (tinygrad/open-gpu-kernel-modules#6: both directions at once, 41 and 26)",
+        source="21 (tinygrad/open-gpu-kernel-modules#6)",
+    ),
+    "pcie4": Link(
+        "PCIe 4 x16 (4090)",
+        10e9,
+        3e-5,
+        1.2e14,
+        1e12,
+        alone=3,
+        source="13 without peer access (tinygrad/open-gpu-kernel-modules#6)",
     ),
     "pcie4x8": Link("PCIe 4 x8", 9e9, 3e-5, 6e13, 2.2e11, alone=3),
     "pcie3x8": Link("PCIe 3 x8 (3090)", 4.5e9, 4e-5, 5e13, 9.4e11, alone=3),
-    "100gbit": Link("100 Gbit/s (machines of 8 H100)", 300e9, 6e-5, 6.7e14, 3.35e12, 10e9 / PER_MACHINE),
-    "25gbit": Link("25 Gbit/s (machines of 8 H100)", 300e9, 6e-5, 6.7e14, 3.35e12, 2.5e9 / PER_MACHINE),
+    "100gbit": Link("100 Gbit/s (machines of 8 H100)", 300e9, 6e-5, 6.7e14, 3.35e12, 10e9 / PER_MACHINE, most=1024),
+    "25gbit": Link("25 Gbit/s (machines of 8 H100)", 300e9, 6e-5, 6.7e14, 3.35e12, 2.5e9 / PER_MACHINE, most=1024),
 }
 
 
@@ -226,6 +238,10 @@ def main() -> None:
     )
     model, link = MODELS[options.model], LINKS[options.link]
     model = replace(model, items=1) if options.no_cfg else model
+    if options.devices > link.most:
+        sys.exit(
+            f"--devices: got {options.devices}; {link.name} connects up to {link.most}. Take --link 100gbit for several machines."
+        )
     work = work_of(model, options.tokens)
     alone, tokens = options.seconds or operations(work) / link.flops, options.tokens or model.tokens
     found = list(forecast(model, work, options.devices, link, alone, HOSTS["compiled" if options.compiled else "ComfyUI"]))

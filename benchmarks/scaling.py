@@ -8,7 +8,7 @@ Nothing is run: it takes a second and needs no GPU.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import log2, prod
 from pathlib import Path
@@ -22,13 +22,17 @@ from prediction import Way, predict
 DEVICES = (2, 4, 8, 16, 64)
 IN_TABLES = DEVICES[:3]
 SHOWN = {
-    "nvlink": "#2563eb", "pcie5": "#059669", "pcie4": "#d97706", "pcie3x8": "#dc2626", "100gbit": "#7c3aed", "25gbit": "#6b7280",
+    "nvlink": "#2563eb", "pcie5": "#059669", "pcie4": "#d97706", "bridge": "#0891b2", "pcie3x8": "#dc2626",
+    "100gbit": "#7c3aed", "25gbit": "#6b7280",
 }  # fmt: skip
 """Links, and their colours."""
 WIDTH, HEIGHT, LEFT, TOP = 340, 300, 46, 34  # pixels of one plot, and where its axes begin
 
 BOUND = 0.15  # of the median of a run; a time beyond it says what the model lacks
-ONLY_PUBLISHED = {"step": Model("StepVideo 30B", 30e9, 48, 48, 128, 75888)}
+ONLY_PUBLISHED = {
+    "hunyuan": Model("HunyuanVideo, 720p, 129 frames", 13e9, 60, 24, 128, 118800 + 256, single=40),
+    "step": Model("StepVideo 30B", 30e9, 48, 48, 128, 75888),
+}
 
 TEXT = """# Scaling, predicted
 
@@ -44,16 +48,16 @@ number of ranks is measured, not predicted.
 
 ![Predicted speed-up over the number of devices, one plot per model](../images/scaling.svg)
 
-Each cell has the speed-up and its split: C groups for CFG, U Ulysses, R ring; the plot goes on to 64 devices. Beside each link:
-seconds of a step on one device. Assumptions:
+Each cell has the speed-up and its split: C groups for CFG, U Ulysses, R ring; over networks the plot goes on to 64 devices. Beside
+each link: seconds of a step on one device. Assumptions:
 
 {links}
 
 The host needs {host:.2g} ms to launch a layer's kernels in eager mode, as beside an H200 ([gpu.md](../gpu.md)), and
 {compiled:.2g} ms for compiled blocks (`forecast.py --compiled`): no step is faster.
 
-Not modelled: text encoders and VAEs, links that several devices share, unequal devices, and one sequence over a fast axis inside
-machines and a slow one between them. A device has room for the model, or its part of the weights arrives in time.
+Not modelled: text encoders and VAEs, unequal devices, and one sequence over a fast axis inside machines and a slow one between
+them. A device has room for the model, or its part of the weights arrives in time.
 
 """
 
@@ -103,7 +107,7 @@ class Published:
         rotate_method: how the ring of that implementation works.
         host: which of HOSTS launches the kernels; "" = it keeps up with the devices.
         lacks: what the model does not know of, where it is off by more than BOUND: in a few words, a colon, and in a sentence.
-        tokens: where they are not the usual ones of the model; `note` says why.
+        tokens, items: of a batch, where they are not the usual ones of the model; `note` says why.
     """
 
     name: str
@@ -117,6 +121,7 @@ class Published:
     host: str = ""
     lacks: str = ""
     tokens: int | None = None
+    items: int | None = None
     note: str = ""
 
     @property
@@ -126,7 +131,8 @@ class Published:
 
     def predicted(self, split: Split, flops: float) -> float:
         """Return what a split takes on devices of that speed, in the unit of the times."""
-        work, count = work_of({**MODELS, **ONLY_PUBLISHED}[self.model], self.tokens), prod(split)
+        model = {**MODELS, **ONLY_PUBLISHED}[self.model]
+        work, count = work_of(replace(model, items=self.items or model.items), self.tokens), prod(split)
         settings = {"ring_degree": split.ring, "ulysses_degree": split.ulysses, "ulysses_rounds": 1}
         ranks = ranks_on(count, LINKS[self.link], flops, rotate_method=self.rotate_method, **settings)
         alone = operations(work) / flops
@@ -184,8 +190,9 @@ def table() -> str:
             if link.between is not None:  # so few devices are in one machine
                 continue
             alone = operations(work) / link.flops
-            fastest = [best(model, devices, link, alone) for devices in IN_TABLES]
+            fastest = [best(model, devices, link, alone) for devices in IN_TABLES if devices <= link.most]
             cells = [f"{found.speedup:.2f} {short(split_of(found))}".rstrip() for found in fastest]
+            cells += [""] * (len(IN_TABLES) - len(cells))
             lines.append(f"| {link.name.partition(' (')[0]}, {alone:.3g} | {' | '.join(cells)} |")
         lines.append("")
     return "\n".join(lines) + "\n"
@@ -222,7 +229,8 @@ def plot() -> str:
         work = work_of(model)
         for name, colour in SHOWN.items():
             alone = operations(work) / LINKS[name].flops
-            points = " ".join("{:.1f},{:.1f}".format(*at(n, best(model, n, LINKS[name], alone).speedup)) for n in DEVICES)
+            reached = [devices for devices in DEVICES if devices <= LINKS[name].most]
+            points = " ".join("{:.1f},{:.1f}".format(*at(n, best(model, n, LINKS[name], alone).speedup)) for n in reached)
             parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
         parts.append("</g>")
     bottom = -(-len(MODELS) // 2) * HEIGHT
@@ -231,8 +239,8 @@ def plot() -> str:
         parts.append(f'<rect x="{x}" y="{y - 9}" width="14" height="4" fill="{colour}"/>')
         parts.append(f'<text x="{x + 20}" y="{y - 3}">{LINKS[name].name}</text>')
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {2 * WIDTH} {bottom + 50}" font-family="sans-serif" font-size="11">'
-        f'<rect width="{2 * WIDTH}" height="{bottom + 50}" fill="#ffffff"/>{"".join(parts)}</svg>\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {2 * WIDTH} {bottom + 70}" font-family="sans-serif" font-size="11">'
+        f'<rect width="{2 * WIDTH}" height="{bottom + 70}" fill="#ffffff"/>{"".join(parts)}</svg>\n'
     )
 
 
