@@ -5,6 +5,7 @@ from functools import partial
 from comfy_api.latest import ComfyExtension, io
 from server import PromptServer
 
+from .cp_runtime.comfy.ui.node_times import watch_nodes
 from .cp_runtime.comfy.ui.runtime import import_ahead
 from .cp_runtime.comfy.ui.server import add_routes, start_events
 from .cp_runtime.comfy.ui.stock_loads import watch_stock_loads
@@ -18,6 +19,7 @@ class ContextParallelExtension(ComfyExtension):
 
     async def on_load(self) -> None:
         watch_stock_loads()
+        watch_nodes()
         server = getattr(PromptServer, "instance", None)
         if server is not None:  # none where ComfyUI's nodes run without its server
             add_routes(server)

@@ -1,12 +1,14 @@
-"""Attention and a step of Flux over links from free to hopeless: rounds of Ulysses, 8 bits, rings, the planner's choice, diffusers.
+"""Attention, a step of Flux and shared weights over links from free to hopeless: rounds of Ulysses, 8 bits, rings, the planner's
+choice, diffusers; all blocks shared, and some.
 
     python benchmarks/links.py [--quick] [--ranks 2 3] [--repetitions 3]    # as root, on Linux
 
 Every rank is in a network namespace of its own, and `tc` limits what it sends: while messages travel, the cores are free, as on
 devices beside a network. Links are given by how long the exchange of Ulysses in one round takes, in times of its attention. All
 variants run in the same processes, one thread each, in alternation; results are checked against one process first. A step has one
-double and two single blocks of diffusers' FluxTransformer2DModel. Where there are fewer cores than ranks, ranks also wait for
-cores.
+double and two single blocks of diffusers' FluxTransformer2DModel. *weights*: a step of one double and eleven single blocks, of
+which ranks keep all whole, share all, or share some, as far from each other as they can be. Where there are fewer cores than ranks,
+ranks also wait for cores.
 
 s: seconds, median; a repetition is as long as its slowest rank takes.
 one round / these: of those seconds; above 1 if these are faster.
@@ -27,21 +29,27 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import common
 import diffusers_cp
+import flux_step
 import torch
 import torch.distributed as dist
 from alternating import alternate, check, keep_freed_memory
 from attention import HEAD_DIM, HEADS, Layer
-from flux_step import TEXT_TOKENS, Step
+from flux_step import RANKS, TEXT_TOKENS, Step, build_model, make_inputs
 from support.ranks import report
 from torch import Tensor
 
+from cp_runtime import ContextParallelConfig, apply_context_parallel
 from cp_runtime.engine.cost import ROUNDS, AttentionShape, DegreePlanner
 from cp_runtime.engine.measuring import measure
 from cp_runtime.engine.ranks.config import EIGHT_BIT, SequenceSettings
 from cp_runtime.engine.ranks.mesh import SequenceMesh
+from cp_runtime.engine.weights.blocks import sizes_of, spread
+from cp_runtime.engine.weights.sharded import ShardedWeights
 
 NAMESPACE, BRIDGE, OUTSIDE, INTERFACE = "cp-links-{}", "cp-links", "cp-links{}", "eth0"
 CLONE_NEWNET = 0x40000000  # of the kernel's sched.h
@@ -61,8 +69,13 @@ MODEL = dict(
     pooled_projection_dim=64,
     axes_dims_rope=(16, 24, 24),
 )
-PARTS = {"attention": [], "step": [2]}
+PARTS = {"attention": [], "step": [2], "weights": [2]}
 """Numbers of ranks; none: those that were asked for."""
+DEEP = {**flux_step.MODEL, "num_layers": 1, "num_single_layers": 11}
+SHARED = (2, 12)  # of its blocks
+WEIGHT_TOKENS = 512  # few, so that the link carries ten times as many bytes of weights as of attention: in Flux it is seven
+WEIGHT_LINKS = {"free": 0.0, "as long": 1.0, "1.6 times": 1.6, "4 times": 4.0}
+"""Seconds in which the link passes all blocks' other half, over those of a step with whole weights."""
 RINGS = {"ring": "alltoall", "ring allgather": "allgather"}
 
 
@@ -127,10 +140,55 @@ def variants_of(case: Layer | Step, world: int) -> dict[str, Callable[[], Tensor
     }
 
 
+class SomeBlocks(ShardedWeights):
+    """Weights of some blocks, as ComfyUI's ranks share those that do not fit whole."""
+
+    def __init__(self, count: int, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.blocks = {block.name: block for block in spread(list(self.blocks.values()), count)}
+
+
+def with_shared(count: int) -> Callable[[], Tensor]:
+    """Return a step of a model, so many of whose blocks are shared."""
+    model, inputs = build_model(DEEP), make_inputs(WEIGHT_TOKENS, DEEP)
+    with patch("cp_runtime.diffusers.weights.ShardedWeights", partial(SomeBlocks, count)):
+        apply_context_parallel(model, ContextParallelConfig(ulysses_degree=RANKS), shard_weights=count > 0)
+
+    def run() -> Tensor:
+        out: Tensor = model(**inputs)[0]
+        return out
+
+    return run
+
+
+def weights_main(repetitions: int) -> None:
+    """Time a step with whole weights against one where ranks fetch some of them."""
+    variants = {str(count): with_shared(count) for count in (0, *SHARED)}
+    nbytes = sizes_of(build_model(DEEP)).blocks * (RANKS - 1) / RANKS
+    expected = variants["0"]()
+    for name, run in variants.items():
+        check(name, run(), expected, 0)
+    whole = alternate({"0": variants["0"]}, 3)["0"].median
+    for name, times_as_long in WEIGHT_LINKS.items():
+        limit(nbytes / whole / times_as_long if times_as_long else math.inf)
+        times = alternate(variants, repetitions)
+        seconds = {count: each.median for count, each in times.items()}
+        report(
+            name=f"weights, {RANKS} ranks, {name}",
+            ratios={f"{count} shared / whole": each / seconds["0"] for count, each in seconds.items() if count != "0"},
+            s_whole=seconds["0"],
+            MB_of_all_blocks=nbytes / 1e6,
+            others=times["0"].others,
+        )
+
+
 @torch.inference_mode()
 def rank_main(what: str, repetitions: int, links: list[str]) -> None:
     diffusers_cp.patch()
     keep_freed_memory()
+    if what == "weights":
+        weights_main(repetitions)
+        return
     world, mesh = dist.get_world_size(), SequenceMesh(dist.group.WORLD)
     tokens = TOKENS // world * world if what == "attention" else TOKENS + TEXT_TOKENS
     case = Layer(tokens, mesh) if what == "attention" else Step(TOKENS, MODEL)

@@ -34,6 +34,11 @@ class Words:
             speed = self.say(f"speed.{case}", **{**named, "speed": speed})
         return speed
 
+    def prompt(self, sentence: Mapping[str, Any]) -> str:
+        """Put the sentence of `PromptTimes.described` into words: "Denoising took 41 of 52 s."."""
+        values = {**sentence, "unit": self.say(f"unit.{sentence.get('unit', 'device')}")}
+        return " ".join(self.say(f"prompt.{case}", **values) for case in sentence["cases"])
+
     def held(self, parts: Mapping[str, str]) -> str:
         """Put `placement.held_parts` into words: the share of a model on each device."""
         return self.say(f"held.{parts['case']}", **{**parts, "unit": self.say(f"unit.{parts['unit']}")})

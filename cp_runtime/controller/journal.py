@@ -17,12 +17,15 @@ from typing import Any
 from ..cache import CacheFile
 from ..errors import ContextParallelError
 from ..pool.protocol import decode
+from ..recent import Recent
 from ..timing.times import Times
+from .prompt_times import PromptTimes, SampledRun
 from .run_stats import CallRecord, Node, RunResult, RunStats
 
 log = logging.getLogger("context_parallel")
 
 ERRORS = 10  # errors in the journal
+KINDS = 256  # of calls: every size of picture is one
 MEASURE_SHARE = 0.05  # of the time of runs of a kind: nobody has asked for the measurement, so it must not be noticed
 # Folders of a path, up to its last slash, or backslash behind a drive or a computer's name. Their names may hold spaces.
 _FOLDERS = re.compile(
@@ -59,6 +62,7 @@ class Journal:
         last_error: of a run; None once another has ended well.
         errors: the last ones, the newest first.
         measuring: the next run of two calls or more repeats one on one device.
+        prompt: where the time of the current or last prompt went.
         changed: set whenever the status changes. Its waiter clears it.
     """
 
@@ -71,6 +75,8 @@ class Journal:
         self.measuring = False
         self._obstacle: tuple[str | None, str] = None, ""  # a kind of run, and why it could not be measured on one device
         self._taken: dict[str, float] = {}  # seconds of all runs that ended well, by kind
+        self._together: Recent[str, tuple[int, float]] = Recent(KINDS)  # devices and seconds per call of runs on several, by kind
+        self.prompt = PromptTimes()
 
     def end_run(self, steps: int = 0) -> None:
         """Record the success of the run, of `steps` steps. Later runs are compared with one on one device."""
@@ -78,10 +84,21 @@ class Journal:
         run.finish(steps)
         if run.kind is not None:
             self._taken[run.kind] = self._taken.get(run.kind, 0.0) + run.taken
+            self._note_in_prompt(run.kind)
             if run.result.last is None and run.result.per_call:
                 self._times.add(run.kind, run.machine, run.result.per_call)
         self._times.save()
         self.run_succeeded()
+
+    def _note_in_prompt(self, kind: str) -> None:
+        """Record a run of calls of one kind in the prompt, with what is known of them on another number of devices."""
+        if (result := self.result) is None or not result.per_call:
+            return
+        other = self._together.get(kind)
+        if result.ranks > 1:
+            self._together[kind] = result.ranks, result.per_call
+            other = None if result.on_one_device is None else (1, result.on_one_device)
+        self.prompt.runs.append(SampledRun(result.calls, result.per_call, result.unit, other))
 
     def run_succeeded(self) -> None:
         """Record the success of a run, of a model or of a VAE: an earlier error is over."""

@@ -142,12 +142,59 @@ def test_nothing_is_kept_from_who_does_not_see_it_or_has_no_mouse(page, panel, t
     expect(panel.locator(".cp-past strong")).to_have_count(1)
 
 
+def spent(part, seconds, on_all=0.0):
+    return {"part": part, "seconds": seconds, "on_all": on_all}
+
+
+PROMPT = {
+    "id": "1",
+    "seconds": 52.0,
+    "parts": [
+        spent("text", 2.0), spent("loading", 5.0), spent("denoising", 36.0, 36.0), spent("controlnet", 2.0),
+        spent("vae", 4.0, 3.0), spent("upscaling", 2.9), spent("other", 0.1),
+    ],
+    "cached": 3,
+    "sentence": {
+        "cases": ["denoising", "alone", "cached"], "denoising": "36", "seconds": "52", "there": "120", "unit": "gpu", "cached": "3",
+    },
+}  # fmt: skip
+"""`last_prompt` of a status."""
+
+
+def test_where_the_time_of_a_prompt_went(page, panel, tell, picture, theme):
+    """Lengths are seconds; what all devices computed has another colour than the rest, and is named; a short part is left out."""
+    tell(last_prompt=PROMPT)
+    bar = panel.locator(".cp-bar")
+    expect(bar).to_be_visible()
+    found = bar.locator("span").evaluate_all("all => all.map(e => [e.className.split(' ')[1].slice(8), e.offsetWidth])")
+    assert [name for name, _ in found] == ["text", "loading", "denoising", "controlnet", "vae", "vae", "upscaling"]
+    widths = [width for _, width in found]
+    assert sum(widths) + 2 * (len(widths) - 1) == pytest.approx(bar.evaluate("e => e.clientWidth"), abs=len(widths))
+    shares = [width / sum(widths) for width in widths]
+    assert shares == pytest.approx([seconds / 51.9 for seconds in (2.0, 5.0, 36.0, 2.0, 3.0, 1.0, 2.9)], abs=0.02)
+    hue = "e => { const [r, g, b] = getComputedStyle(e).backgroundColor.match(/[\\d.]+/g); return g > 1.5 * b; }"
+    assert bar.locator("span").evaluate_all(f"all => all.map({hue})") == [False, False, True, False, True, False, False]
+    legend = panel.locator(".cp-legend")
+    expect(legend).to_contain_text("Denoising: 36.0 s")
+    expect(legend).to_contain_text("VAE: 4.00 s, 3.00 s of them on all devices")
+    said = panel.locator(".cp-prompt .cp-activity")
+    expect(said).to_have_text("Denoising took 36 of 52 s. On one GPU it would take about 120 s. 3 nodes were cached.")
+    expect(bar).to_have_accessible_name(re.compile("^Text: 2.00 s, Loading: 5.00 s, Denoising: 36.0 s, "))
+    picture(f"shots/prompt-{theme}.png", settle=300)
+    nothing = {**PROMPT, "parts": [spent("other", 0.01)], "sentence": {"cases": ["all_cached"], "cached": "7", "seconds": "0.01"}}
+    tell(last_prompt=nothing)
+    expect(said).to_have_text("Nothing ran: 7 nodes were cached.")
+    expect(bar).to_be_hidden()
+    tell(last_prompt=None)
+    expect(said).to_be_hidden()
+
+
 STATES = {
     "off": {"state": "off", "ranks": [], "speed": None, "memory": {}},
     "starting": {"state": "starting", "starting": {"since": time.time(), "stage": "importing", "last_took": 9.0}, "speed": None},
     "loading": {"state": "loading", "loading": {"model": "a_model_with_a_rather_long_name_fp8_scaled.safetensors", "part": 0.4}},
     "computing": {"state": "computing"},
-    "idle": {"state": "idle"},
+    "idle": {"state": "idle", "last_prompt": PROMPT},
     "failed": {"state": "failed", "last_error": an_error(), "errors": [an_error()]},
 }
 HOSTS = [

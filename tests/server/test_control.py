@@ -157,6 +157,8 @@ def test_comfyui_computes_what_it_has_to_and_the_report_says_why(why, server):
     result = server.run(prompt, timeout=240).check()
     assert_close(server.latent(result), expected)
     assert result.report.get("controlnets", 0) == 0
+    spent = {each["part"]: each["seconds"] for each in server.status()["last_prompt"]["parts"]}
+    assert spent["denoising"] > spent["controlnet"] > 0 or why == "refused in a call"
     assert said is None or f"ControlNets computed on one device{said}" in result.outputs["shown"]["text"][0]
 
 

@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import time
+from functools import partial
 from urllib.error import HTTPError
 
 import pytest
@@ -70,7 +71,9 @@ def test_no_worker_yet(off_server):
         "compiling": False,
     }
     unknown = ("alone", "backend", "peer_to_peer", "pace", "last_call", "last_vae_call", "starting", "loading")
-    others = {name: off[name] for name in ("last_error", "errors", "speed", "settings", "hosts")}  # of other tests, on one device
+    others = {
+        name: off[name] for name in ("last_error", "errors", "speed", "settings", "hosts", "last_prompt")
+    }  # of other tests, on one device
     assert off == {"state": "off", "version": VERSION, **empty, **dict.fromkeys(unknown), **others}
     assert off_server.answer(RESTART, "POST") == (200, {"restarted": False, "error": None, "status": off})
 
@@ -300,3 +303,29 @@ def test_what_changes_something_is_no_get(pool_server, expected, path):
     pids = assert_right(pool_server, expected)
     assert pool_server.answer(path, "GET")[0] in (404, 405)
     assert pool_server.worker_pids() == pids
+
+
+def parts_of(prompt):
+    """Seconds, and those on all devices, by part."""
+    return {each["part"]: (each["seconds"], each["on_all"]) for each in prompt["parts"]}
+
+
+def test_where_the_time_of_a_prompt_went(pool_server):
+    """Stock, shared out, and with nothing left to do."""
+    graph = partial(flux_prompt, width=256, height=256, steps=4, nonce=9901)
+    began = time.monotonic()
+    pool_server.run(graph()).check()
+    alone, limit = pool_server.status()["last_prompt"], time.monotonic() - began
+    assert parts_of(alone)["denoising"][0] > 0
+    assert parts_of(alone)["denoising"][1] == 0
+    assert alone["seconds"] == pytest.approx(sum(seconds for seconds, _ in parts_of(alone).values()))
+    assert alone["seconds"] <= limit
+    result = pool_server.run(graph(cp=CP)).check()
+    shared = pool_server.status()["last_prompt"]
+    assert shared["id"] == result.prompt_id != alone["id"]
+    assert parts_of(shared)["denoising"][0] == parts_of(shared)["denoising"][1] > 0
+    assert shared["words"].startswith("Denoising took ")
+    pool_server.run(graph(cp=CP)).check()
+    cached = pool_server.status()["last_prompt"]
+    assert cached["words"].startswith("Nothing ran: ")
+    assert parts_of(cached).keys() <= {"other"}

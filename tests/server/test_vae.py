@@ -47,6 +47,8 @@ class TestVAE:
         assert difference(run(server, "kl", "decode", "exact", world=world, batch=2), stock) <= BOUND
         degrees = server.status()["last_vae_call"]["degrees"]
         assert degrees == {"rows": world // 2, "batch": 2}
+        (spent,) = (each for each in server.status()["last_prompt"]["parts"] if each["part"] == "vae")
+        assert spent["seconds"] == spent["on_all"] > 0
 
     @pytest.mark.parametrize("world", [on_ranks(2)])
     def test_from_text_to_picture_on_the_same_ranks(self, server, world):

@@ -6,6 +6,7 @@ import { deviceCards } from "./device_cards.js";
 import { button, hint, labelledSwitch, make, renew, seconds } from "./elements.js";
 import { errorCard, pastErrors } from "./error_card.js";
 import { otherComputers } from "./hosts.js";
+import { promptBar } from "./prompt_bar.js";
 import { rankList } from "./ranks.js";
 import { find, t } from "./texts.js";
 import { label, toggle, usesAll } from "../use_all_gpus.js";
@@ -20,6 +21,7 @@ export function makePanel({ restart, measure, prefer, check }) {
   const measuring = hint(button("pi-stopwatch", () => measure(stoppable)), t("hint.measure"));
   const first = make("div", "cp-head", null, speed, measuring);
   const decoded = hint(make("p", "cp-activity"), t("hint.vae"));
+  const prompt = promptBar();
   const held = hint(make("p", "cp-activity cp-names"), t("hint.models"));
   const headline = make("div", "cp-headline");
   const live = make("div", "cp-live");
@@ -36,7 +38,7 @@ export function makePanel({ restart, measure, prefer, check }) {
   const past = pastErrors();
   const more = make("details", "cp-details", null, make("summary", "", t("details")), list, byItself, past);
   const hosts = otherComputers(check);
-  const element = make("div", "cp-panel", null, first, decoded, held, head, activity, error, use, devices, body, hosts, more, live);
+  const element = make("div", "cp-panel", null, first, decoded, prompt, held, head, activity, error, use, devices, body, hosts, more, live);
   element.dataset.testid = "context-parallel-panel";
 
   let stoppable = false; // whether a measurement waits or goes on
@@ -56,6 +58,7 @@ export function makePanel({ restart, measure, prefer, check }) {
     measuring.say(stoppable ? t("measure_cancel") : ask);
     decoded.textContent = now?.last_vae_call ? t("vae_took", { time: seconds(now.last_vae_call.seconds) }) : "";
     decoded.hidden = !decoded.textContent;
+    prompt.update(now?.last_prompt ?? null);
     held.textContent = Object.entries(now?.memory ?? {}).map(heldOf).join("\n");
     held.hidden = !held.textContent || state === "failed";
     headline.textContent = now ? (find(`state.${state}`) ?? state) : t("waiting_for_server");

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -14,6 +15,7 @@ from comfy.patcher_extension import WrappersMP
 from comfy.sampler_helpers import cleanup_models, estimate_memory
 from comfy_api.torch_helpers.torch_compile import COMPILE_KEY
 
+from ...controller.prompt_times import CONTROLNET
 from ...controller.run_stats import RunStats, unit_of
 from ...engine.measuring import device_driver, device_name
 from ...errors import UnsupportedError, bad_value
@@ -143,7 +145,7 @@ def timed(patcher: Any) -> Any:
     """Measure a patcher's sampling runs for the journal, also those on one device, for comparison. Return the patcher."""
     device = patcher.cp_config.devices[0] if isinstance(patcher, ContextParallelPatcher) else str(patcher.load_device)
     unit = unit_of(torch.device(device).type)
-    timer = RunStats(None)
+    timer, in_calls = RunStats(None), 0.0
 
     def prepare(executor: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal timer
@@ -167,10 +169,28 @@ def timed(patcher: Any) -> Any:
         executor: Callable[..., Any], x: Any, t: Any, c_concat: Any = None, c_crossattn: Any = None, control: Any = None,
         *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
+        nonlocal in_calls
         timer.enter({"x": x, "concat": c_concat, "control": form_of(control), **kwargs})
+        began = time.monotonic()
         out = executor(x, t, c_concat, c_crossattn, control, *args, **kwargs)
+        in_calls += time.monotonic() - began
         timer.leave()
         return out
 
-    _wrap(patcher, TIMER, {WrappersMP.PREPARE_SAMPLING: prepare, WrappersMP.OUTER_SAMPLE: sample, WrappersMP.APPLY_MODEL: call})
+    def beside_calls(executor: Callable[..., Any], model: Any, conds: Any, *args: Any, **kwargs: Any) -> Any:
+        """Count what ComfyUI's process computes for ControlNets. Without ranks its device still computes when this returns."""
+        before, began = in_calls, time.monotonic()
+        out = executor(model, conds, *args, **kwargs)
+        if any("control" in cond for some in conds for cond in some or ()):
+            CONTROLLER.journal.prompt.take(CONTROLNET, time.monotonic() - began - (in_calls - before))
+        return out
+
+    wrappers: dict[str, Callable[..., Any]] = {
+        WrappersMP.PREPARE_SAMPLING: prepare,
+        WrappersMP.OUTER_SAMPLE: sample,
+        WrappersMP.APPLY_MODEL: call,
+    }
+    if isinstance(patcher, ContextParallelPatcher):
+        wrappers[WrappersMP.CALC_COND_BATCH] = beside_calls
+    _wrap(patcher, TIMER, wrappers)
     return patcher

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ...controller.journal import Failure
+from ...controller.prompt_times import PromptTimes, cached_nodes
 from ...controller.run_stats import CallRecord, Node, RunResult
 from ...controller.workers import Workers
 from ...pool.progress import SILENT
@@ -40,6 +41,7 @@ class Status:
         waiting, compiling: ranks that have not reported on the command, and those of them that compile.
         comparing: a call is repeated on one device.
         last: the last call of any model.
+        last_prompt: where its time went, see `PromptTimes.described`; None while one runs.
     """
 
     state: str = "off"
@@ -64,6 +66,7 @@ class Status:
     result: RunResult | None
     measuring: bool
     node: Node | None
+    last_prompt: dict[str, Any] | None
     last: CallRecord | None = None
     waiting: list[int] = field(default_factory=list)
     compiling: list[int] = field(default_factory=list)
@@ -82,6 +85,8 @@ class Status:
             "speed": {**result.described, "measuring": self.measuring} if self.result or self.measuring else None,
             "last_call": call and {**call.described, "waiting_share": result.waiting_share},  # of the run, as in the report
             "errors": [error.described for error in self.errors],
+            "last_prompt": self.last_prompt
+            and {**self.last_prompt, "words": words_in(ENGLISH).prompt(self.last_prompt["sentence"])},
         }
 
     def activity(self, words: Words) -> str:
@@ -151,6 +156,7 @@ def snapshot(server: Any) -> Status:
         result=result,
         measuring=journal.measuring,
         node=journal.node,
+        last_prompt=_last_prompt(server, journal.prompt),
     )
     if workers is None:
         return off
@@ -194,6 +200,11 @@ def ending(server: Any, node: Node | None) -> str | None:
         if name in UNFINISHED and node.node_id not in data["executed"]:
             return UNFINISHED[name]
     return ""
+
+
+def _last_prompt(server: Any, times: PromptTimes) -> dict[str, Any] | None:
+    entry = server.prompt_queue.history.get(times.prompt_id)
+    return None if entry is None else times.described(cached_nodes((entry["status"] or {"messages": []})["messages"]))
 
 
 def _work(server: Any, pool: WorkerPool, node: Node | None) -> str:

@@ -10,6 +10,7 @@ import comfy.model_management
 import torch
 from comfy.model_base import BaseModel
 
+from ...controller.prompt_times import LOADING
 from ..shared.weights import network_of
 from .interception import release
 from .notes import notes_of
@@ -34,7 +35,8 @@ def watch_stock_loads() -> None:
             if isinstance(getattr(patcher, "model", None), BaseModel) and not isinstance(patcher, ContextParallelPatcher):
                 _drop_from_ranks(patcher)
                 release(network_of(patcher.model))
-        return stock(models, *args, **kwargs)
+        with CONTROLLER.journal.prompt.taking(LOADING):
+            return stock(models, *args, **kwargs)
 
     @functools.wraps(stock_free)
     def free_memory(memory_required: float, device: torch.device, keep_loaded: Sequence[Any] = (), **kwargs: Any) -> Any:

@@ -60,7 +60,6 @@ class ShardedBlock:
         self.buffer: Tensor | None = None
         self.fetched = 0
         self.pending: list[Pending] = []
-        self.attentions = 0  # of its last run
         self.running = 0
         self.is_whole = True  # its slots have its weights
         self._remedy = remedy
@@ -114,9 +113,11 @@ class ShardedWeights:
         self._buffers: list[Tensor] = []  # free ones
         self._held: list[ShardedBlock] = []  # blocks with a buffer
         self._order: list[ShardedBlock] = []  # order of blocks in the last call
-        self._entered: list[ShardedBlock] = []  # blocks of this call
+        self._spans: list[int] = []  # attentions before each of them, since the block before it or the call's start
+        self._entered: list[ShardedBlock] = []  # blocks of this call, and theirs
+        self._passed: list[int] = []
         self._place = 0  # position in the order
-        self._attentions = 0  # since the last block was entered
+        self._attentions = 0  # since the last block was entered, or the call's start
         self._in_call = False
         self._may_overlap = ranks.may_overlap
         self._stream = None if device.type == "cpu" else torch.get_device_module(device).Stream(device)
@@ -157,15 +158,16 @@ class ShardedWeights:
         if [buffer.nbytes for buffer in self._all_buffers] != [largest] * 2:
             self.free_buffers()
             self._buffers = [self._new_buffer(largest) for _ in range(2)]
-        self._entered, self._place, self._in_call = [], 0, True
+        self._entered, self._passed, self._attentions, self._place, self._in_call = [], [], 0, 0, True
         if not self._ranks_agree():
-            self._order = []
+            self._order, self._spans = [], []
             while self._held:
                 self._evict(self._held[0])
         self._fetch_next()
+        self._request_portion()
         try:
             yield
-            self._order = self._entered
+            self._order, self._spans = self._entered, self._passed
             self._end_call()
         except BaseException:
             with contextlib.suppress(RuntimeError):  # a peer is gone; the first failure is the error
@@ -202,7 +204,7 @@ class ShardedWeights:
         for hook in self._hooks:
             hook.remove()
         self._sharded.clear()
-        self._order, self._entered, self._buffers, self._held = [], [], [], []
+        self._order, self._spans, self._entered, self._buffers, self._held = [], [], [], [], []
 
     def _ranks_agree(self) -> bool:
         """Return whether all ranks expect the same blocks and hold the same ones.
@@ -234,6 +236,7 @@ class ShardedWeights:
             sharded.fill(sharded.buffer)
         if not self._entered or self._entered[-1] is not sharded:
             self._entered.append(sharded)
+            self._passed.append(self._attentions)
             with contextlib.suppress(ValueError):  # not in the order: it may come back to it
                 self._place = self._order.index(sharded, self._place) + 1
         self._attentions = 0
@@ -243,7 +246,6 @@ class ShardedWeights:
     def _leave(self, name: str, *_: object) -> None:
         if (sharded := self._sharded.get(name)) is not None:
             sharded.running -= 1
-            sharded.attentions = self._attentions
 
     @property
     def _expected(self) -> ShardedBlock | None:
@@ -255,13 +257,13 @@ class ShardedWeights:
             self._assign_buffer(expected)
 
     def _request_portion(self) -> None:
-        """Request a part of the next block, so that all of it is requested when the attentions of this one are over."""
+        """Request a part of the next block, so that all of it is requested when it is entered, and attentions on the way there wait
+        for as little of it as can be: their exchanges take the same link."""
         if (expected := self._expected) is None or expected.buffer is None:
             return
         # From counts that are the same on all ranks (blocks and attentions so far), so that peers send the same pieces.
-        attentions = self._entered[-1].attentions if self._entered else 0
         left = len(expected.shard) - expected.fetched
-        self._request(expected, -(-left // max(1, attentions + 1 - self._attentions)))
+        self._request(expected, -(-left // max(1, self._spans[self._place] + 1 - self._attentions)))
 
     def _assign_buffer(self, sharded: ShardedBlock) -> bool:
         """Give a buffer to a block: a free one, or an idle block's, preferably not the next one's. False if all run."""
