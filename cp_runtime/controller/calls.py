@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -132,9 +132,12 @@ class Unlisted(Protocol):
         """
 
 
+Purpose = Literal["sampling", "vae", "upscale"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelCall:
-    """One call of a method of a model: of a transformer's innermost forward, or of a VAE's decode or encode."""
+    """One call of a method of a model: of a transformer's innermost forward, a VAE's decode or encode, or an upscale model."""
 
     method: str  # its name, one of `pool.messages.Method`
     arguments: dict[str, Any]  # by name; plain data and tensors
@@ -152,10 +155,15 @@ class ModelCall:
     controlnets_here: tuple[str, str] | None = None  # why this process did: a key of the report's words, and what they name
     networks: Mapping[str, nn.Module] = field(default_factory=dict)  # networks of patches in the arguments, by key
     code: Code | None = None  # of patches in the arguments
-    memory: tuple[float, ...] = ()  # bytes that ComfyUI expects it to take with one item, with two, ...; none of a VAE
+    memory: tuple[float, ...] = ()  # bytes that ComfyUI expects it to take with one item, with two, ...; none of pictures
     memory_scale: float = 1.0  # expected memory of the call / these
     compile: CompileSettings | None = None  # of the model's blocks; None = uncompiled
-    sampling: bool = True  # part of a sampling run, unlike the calls of a VAE
+    purpose: Purpose = "sampling"
+
+    @property
+    def sampling(self) -> bool:
+        """Whether it is part of a sampling run."""
+        return self.purpose == "sampling"
 
     @property
     def may_be_retried(self) -> bool:

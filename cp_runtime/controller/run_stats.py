@@ -52,7 +52,7 @@ class CallRecord:
 
     @property
     def at_work(self) -> int:
-        """Ranks that shared the call, unless it is one of a VAE."""
+        """Ranks that shared the call, unless it is one of pictures."""
         return self.reports[0].outcome.at_work
 
     @property

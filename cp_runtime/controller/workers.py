@@ -17,7 +17,7 @@ from ..pool.settings import OFFLOADED, SHARDED, STAGED
 from ..pool.worker_pool import WorkerPool
 from ..timing.choice import Chooser, Ranks
 from ..timing.times import Times, digest
-from .calls import ModelCall, ModelState, Pace
+from .calls import ModelCall, ModelState, Pace, Purpose
 from .journal import Failure
 from .models import Models
 from .placement import Shortages
@@ -36,8 +36,9 @@ class Workers:
 
     Attributes:
         models: on the ranks.
-        last_call, last_vae_call: of any model, and of a VAE; None before the first one.
-        sampling: whether the current call, or the last one, belongs to a sampling run.
+        last_call: of any model; None before the first one.
+        last_calls: by purpose.
+        purpose: of the current call, or the last one.
         failure: error of the last use of the ranks; None = it succeeded.
         comparing: a call is repeated on one device.
         pace: of the calls.
@@ -55,8 +56,8 @@ class Workers:
         self.pool = WorkerPool(config, site)
         self.models = Models(self.pool, shortages, on_change)
         self.last_call: CallRecord | None = None
-        self.last_vae_call: CallRecord | None = None
-        self.sampling = False
+        self.last_calls: dict[Purpose, CallRecord] = {}
+        self.purpose: Purpose = "sampling"
         self.failure: Failure | None = None
         self.comparing = False
         self._times = times
@@ -125,7 +126,7 @@ class Workers:
         cancelled: Callable[[], bool],
     ) -> tuple[Any, CallRecord]:
         """Run a call of the model `target`, which must be loaded. Return its output and record. `run`: its sampling run, if any."""
-        self.sampling, placement = call.sampling, self.models.resident[target.key].choice.placement
+        self.purpose, placement = call.purpose, self.models.resident[target.key].choice.placement
         if not call.sampling or placement == STAGED:
             out, record = self._run(config, target.key, call, call.kind(target.kind), self.pool.world_size, cancelled)
         else:
@@ -135,9 +136,7 @@ class Workers:
         record = replace(record, node=node, controlnets=len(call.controlnets), controlnets_here=call.controlnets_here)
         if call.unlisted is not None:
             record = replace(record, on_all_tokens=call.unlisted.on_all_tokens, on_whole_batch=call.unlisted.on_whole_batch)
-        self.last_call = record
-        if not call.sampling:
-            self.last_vae_call = record
+        self.last_call = self.last_calls[call.purpose] = record
         return out, record
 
     def _timed(

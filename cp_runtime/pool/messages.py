@@ -26,8 +26,8 @@ from ..errors import ProtocolError
 from .frames import MAX_HEADER
 from .protocol import LARGEST, Tree, decode, encode, is_number
 
-Method = Literal["forward", "_forward", "decode", "encode"]
-"""Of a transformer, or of a VAE."""
+Method = Literal["forward", "_forward", "decode", "encode", "upscale"]
+"""Of a transformer, of a VAE, or of an upscale model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +188,7 @@ class CallOutcome:
     """The outcome of a call on one rank."""
 
     idle: bool = False  # the rank did not take part
-    degrees: dict[str, int]  # by axis: ring, ulysses, batch, stages and patches; of a VAE rows, batch or tiles
+    degrees: dict[str, int]  # by axis: ring, ulysses, batch, stages and patches; of pictures rows, batch or tiles
     at_work: int  # ranks that shared the call: more than the degrees say, where no attention is shared
     tokens: dict[str, int] = field(default_factory=dict)  # of this rank, by stream
     room: int | None  # bytes that a call can take on the device; None for a CPU
@@ -384,7 +384,7 @@ class Call(Packed[CallReport]):
     by_conditioning: bool  # items of one conditioning stay together
     leading: tuple[str, ...]  # names of the arguments that change with every call
     in_place: tuple[str, ...]  # names of those that ranks leave in the memory of the message
-    memory: tuple[float, ...]  # bytes that ComfyUI expects a call to take, with one item, with two, ...; none of a VAE
+    memory: tuple[float, ...]  # bytes that ComfyUI expects a call to take, with one item, with two, ...; none of pictures
     memory_scale: float  # times these, which the call may need
     compile: CompileSettings | None  # of the blocks; None = they are not compiled
     compile_or_raise: bool  # a block that cannot be compiled is an error

@@ -70,10 +70,9 @@ def test_no_worker_yet(off_server):
         "ranks": [],
         "compiling": False,
     }
-    unknown = ("alone", "backend", "peer_to_peer", "pace", "last_call", "last_vae_call", "starting", "loading")
-    others = {
-        name: off[name] for name in ("last_error", "errors", "speed", "settings", "hosts", "last_prompt")
-    }  # of other tests, on one device
+    unknown = ("alone", "backend", "peer_to_peer", "pace", "last_call", "last_vae_call", "last_upscale_call", "starting", "loading")
+    left = ("last_error", "errors", "speed", "settings", "hosts", "last_prompt")  # by other tests, on one device
+    others = {name: off[name] for name in left}
     assert off == {"state": "off", "version": VERSION, **empty, **dict.fromkeys(unknown), **others}
     assert off_server.answer(RESTART, "POST") == (200, {"restarted": False, "error": None, "status": off})
 

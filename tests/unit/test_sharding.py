@@ -106,6 +106,23 @@ def test_pieces_of_a_round_are_of_like_sizes():
     sizes = [64, 64, 16, 64, 64, 16, 16, 16, 4]
     for ranks in (1, 2, 3, 4, 12):
         rounds = in_rounds(sizes, ranks)
-        assert sorted(index for now in rounds for index in now) == [*range(9)]
-        assert [len(now) for now in rounds[:-1]] == [ranks] * (len(rounds) - 1)
-        assert [sizes[index] for now in rounds for index in now] == sorted(sizes, reverse=True)
+        assert sorted(index for now in rounds for each in now for index in each) == [*range(9)]
+        assert [[len(each) for each in now] for now in rounds[:-1]] == [[1] * ranks] * (len(rounds) - 1)
+        assert [sizes[index] for now in rounds for each in now for index in each] == sorted(sizes, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("shares", "counts"), [((1, 1), (1, 1)), ((2, 1), (2, 1)), ((17, 13), (3, 2)), ((1, 9), (1, 9)), ((3, 1, 2), (3, 1, 2))]
+)
+def test_faster_ranks_get_more_pieces_of_every_round(shares, counts):
+    rounds = in_rounds([64] * 61, len(shares), shares)
+    assert {tuple(map(len, now)) for now in rounds[:-1]} == {counts}
+    assert sorted(index for now in rounds for each in now for index in each) == [*range(61)]
+    assert {len(now) for now in rounds} == {len(shares)}
+    totals = [sum(len(now[rank]) for now in rounds) for rank in range(len(shares))]
+    assert totals == pytest.approx([61 * share / sum(shares) for share in shares], abs=2.5)
+
+
+def test_too_few_pieces_for_a_fair_round_are_one():
+    assert in_rounds([4, 9, 4], 2, (1, 9)) == [[[], [1, 0, 2]]]
+    assert in_rounds([4], 3) == [[[0], [], []]]

@@ -36,9 +36,9 @@ def read(
     return Read(reader.load(), frozenset(reader.classes))
 
 
-def read_leaves(leaves: Sequence[Tensor], device: torch.device) -> Any:
+def read_leaves(leaves: Sequence[Tensor], device: torch.device, referred: Callable[[tuple[Any, ...]], Any] | None = None) -> Any:
     """Read `shared.objects.Written.leaves`, in host memory. What is read keeps that."""
-    return read(leaves[0].numpy().tobytes(), leaves[1:], device).thing
+    return read(leaves[0].numpy().tobytes(), leaves[1:], device, referred).thing
 
 
 class _Reader(Unpickler):

@@ -29,7 +29,7 @@ from ...pool.messages import (
     Request,
 )
 from ...pool.worker import Handler, Worker
-from ..shared.vae import VAE_METHODS
+from ..shared.pictures import METHODS
 
 if TYPE_CHECKING:
     from .mirrors import Mirrors
@@ -98,10 +98,10 @@ class ModelService:
             self._told_when_compiling = True
         on_module = worker.module_hook(request.cancel_every)
         with self._traces.call():
-            if request.method in VAE_METHODS:
-                from .vae import call_vae  # brings up ComfyUI, as the mirrors have
+            if request.method in METHODS:
+                from .pictures import call_on_pictures  # brings up ComfyUI, as the mirrors have
 
-                out, outcome = call_vae(self._mirrors, request, arguments, worker.mesh, on_module)
+                out, outcome = call_on_pictures(self._mirrors, request, arguments, worker.mesh, on_module)
             else:
                 out, outcome = self._mirrors.call(
                     request,

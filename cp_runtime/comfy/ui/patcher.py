@@ -289,9 +289,9 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         comfy.model_management.throw_exception_if_processing_interrupted()
         return self.on_ranks(lambda target, cancelled: CONTROLLER.call(self.cp_config, target, call, executing_node(), cancelled))
 
-    def on_ranks(self, run: Callable[[Target, Callable[[], bool]], Any], steps: int = 0) -> Any:
+    def on_ranks(self, run: Callable[[Target, Callable[[], bool]], Any], steps: int = 0, before: int = 0) -> Any:
         """Run a function with the ranks' copy of the model. See `with_cancel`."""
-        return with_cancel(partial(run, self.claim_target()), steps)
+        return with_cancel(partial(run, self.claim_target()), steps, before)
 
     def _load_here(self, device: torch.device, extra_memory: float, force_patch_weights: bool = False) -> int:
         """Load the model onto a device of this process, as ComfyUI's ModelPatcher does."""

@@ -16,11 +16,15 @@ QUIET = 1.0  # seconds of loading before it is worth a bar; samplers count their
 FULL = 100
 
 
-def with_cancel(run: Callable[[Callable[[], bool]], Any], steps: int = 0) -> Any:
-    """Run a function on the workers that polls for Cancel; a cancelled command of the pool becomes ComfyUI's interrupt. `steps`: of
-    the call, shown with every poll; 0 = unknown, or counted by the caller."""
+def with_cancel(run: Callable[[Callable[[], bool]], Any], steps: int = 0, before: int = 0) -> Any:
+    """Run a function on the workers that polls for Cancel; a cancelled command of the pool becomes ComfyUI's interrupt.
+
+    Args:
+        steps: of the call and others around it, shown with every poll; 0 = unknown, or counted by the caller.
+        before: of these, before the call.
+    """
     try:
-        return run(WorkBar(steps).poll)
+        return run(WorkBar(steps, before).poll)
     except CallCancelled:
         comfy.model_management.throw_exception_if_processing_interrupted()
         raise comfy.model_management.InterruptProcessingException from None
@@ -29,8 +33,8 @@ def with_cancel(run: Callable[[Callable[[], bool]], Any], steps: int = 0) -> Any
 class WorkBar:
     """ComfyUI's progress bar of a node: the loaded percentage of a model, and the steps of a call."""
 
-    def __init__(self, steps: int) -> None:
-        self._done = 0
+    def __init__(self, steps: int, before: int = 0) -> None:
+        self._before = self._done = before
         self._bar = comfy.utils.ProgressBar(steps) if steps else None
         self._began: float | None = None
         self._shown: int | None = None  # percentage
@@ -40,7 +44,7 @@ class WorkBar:
         if comfy.model_management.processing_interrupted():
             return True
         workers = CONTROLLER.workers
-        loaded, done = (None, 0) if workers is None else (workers.loaded, workers.modules)
+        loaded, done = (None, 0) if workers is None else (workers.loaded, self._before + workers.modules)
         if loaded is None:
             value, self._began = (None if self._shown is None else 0), None
         else:

@@ -57,6 +57,7 @@ class Status:
     pace: float | None = None
     last_call: CallRecord | None = None
     last_vae_call: CallRecord | None = None
+    last_upscale_call: CallRecord | None = None
     ranks: list[dict[str, Any]] = field(default_factory=list)
     settings: dict[str, Any]
     hosts: list[dict[str, Any]]
@@ -124,7 +125,7 @@ class Status:
         ranks = f"{words.say('ranks', count=self.world_size)} ({words.mesh(outcome.degrees, outcome.at_work)})"
         if record.choice is not None and record.choice["ranks"] < self.world_size:
             ranks = words.choice(record.choice)  # otherwise the others would seem idle
-        if result is None or record is not result.last:  # of a VAE
+        if result is None or record is not result.last:  # of pictures
             return f"{ranks}, {_per_call(words, record.seconds)}"
         return f"{words.speed(result.parts)} · {_per_call(words, result.per_call or record.seconds)} · {ranks}"
 
@@ -160,7 +161,7 @@ def snapshot(server: Any) -> Status:
     )
     if workers is None:
         return off
-    pool, loading, waiting = workers.pool, workers.loading, workers.pool.waiting_for
+    pool, loading, waiting, sampling = workers.pool, workers.loading, workers.pool.waiting_for, workers.purpose == "sampling"
     work = _work(server, pool, off.node) if loading is None else "loading"
     # A rank that has reported is done, while others are not; at the start it waits for them.
     done = set(range(pool.world_size)).difference(waiting) if waiting and work != "starting" else ()
@@ -180,9 +181,10 @@ def snapshot(server: Any) -> Status:
         models=workers.models.names,
         weights=workers.models.placements,
         memory=workers.models.memory,
-        pace=(result.per_call or record.seconds) if result and record and work == "computing" and workers.sampling else None,
+        pace=(result.per_call or record.seconds) if result and record and work == "computing" and sampling else None,
         last_call=record,
-        last_vae_call=workers.last_vae_call,
+        last_vae_call=workers.last_calls.get("vae"),
+        last_upscale_call=workers.last_calls.get("upscale"),
         ranks=ranks,
         last=workers.last_call if pool.alive else None,
         waiting=waiting,
@@ -234,7 +236,7 @@ def _rank(workers: Workers, record: CallRecord | None, rank: int, state: str) ->
     elif since is not None and since > SILENT:
         state = "silent"
     memory = last and last.reports[rank].memory
-    of_kind = record if workers.sampling else workers.last_vae_call  # the last call of the current kind
+    of_kind = record if workers.purpose == "sampling" else workers.last_calls.get(workers.purpose)  # the last of the current kind
     # The process id of a rank on another machine says nothing here.
     host = (memory.host if memory else 0) if pool.config.machines[rank] else host_bytes(pid)
     return {

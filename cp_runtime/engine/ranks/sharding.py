@@ -82,13 +82,16 @@ def _is_fair(items: int, groups: int, shares: Shares) -> bool:
     return max(own / share for own, share in parts) * (sum(shares) or groups) <= items * (MAX_OVERLOAD if shares else 1)
 
 
-def in_rounds(sizes: Sequence[int], ranks: int) -> list[list[int]]:
-    """Assign pieces to rounds that the ranks compute side by side: lists of at most `ranks` indices.
+def in_rounds(sizes: Sequence[int], ranks: int, shares: Shares = ()) -> list[list[list[int]]]:
+    """Assign pieces to rounds that the ranks compute side by side: for every round the indices of each rank's pieces.
 
-    The largest pieces come first, so that pieces of a round are similar in size and no rank waits long for another.
+    A round has as few pieces as can be shared out fairly: with equal shares one per rank. The largest pieces come first, so that
+    pieces of a round are similar in size and no rank waits long for another.
     """
     order = sorted(range(len(sizes)), key=lambda index: -sizes[index])
-    return [order[first : first + ranks] for first in range(0, len(order), ranks)]
+    each = next((n for n in range(ranks, len(sizes)) if _is_fair(n, ranks, shares)), max(ranks, len(sizes)))
+    rounds = [order[first : first + each] for first in range(0, len(order), each)]
+    return [[now[start:stop] for start, stop in split_ranges(len(now), ranks, shares)] for now in rounds]
 
 
 @dataclass(frozen=True)
