@@ -69,7 +69,10 @@ JOBS = (
     Job(name="ranks", paths=("tests/ranks",)),
     Job(name="server", paths=("tests/server",)),
     Job(name="faults", paths=("tests/faults",)),
-    Job(name="pool", paths=files("server", "compiled", "hosts", "lifecycle", "pipefusion", "status", "vae_life", "weights")),
+    Job(
+        name="pool",
+        paths=files("server", "compiled", "hosts", "lifecycle", "pipefusion", "status", "upscale_life", "vae_life", "weights"),
+    ),
     Job(name="cards", paths=files("server", "accelerators", "alone", "cards", "dynamic_vram", "gguf", "hidden_cards")),
     Job(name="browser", paths=("tests/browser",)),
     Job(name="owners", paths=files("faults", "beyond", "leaks", "neighbours", "parent", "pool")),

@@ -29,6 +29,7 @@ TESTS = [
     "tests/faults",
     "tests/server/test_lifecycle.py",
     "tests/server/test_status.py",
+    "tests/server/test_upscale_life.py",
     "tests/server/test_vae_life.py",
     "tests/server/test_weights.py",
     "tests/ranks/weights/test_shared_weights.py",

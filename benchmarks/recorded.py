@@ -22,8 +22,8 @@ from common import NOTES
 
 HERE = Path(__file__).resolve().parent
 RECORDED = HERE / "recorded.json"
-BENCHMARKS = ("call_overhead", "memory", "attention", "flux_step", "batch", "sharded", "compiled", "shares", "vae")
-TAKE_QUICK = ("attention", "flux_step", "batch", "sharded", "compiled", "vae")
+BENCHMARKS = ("call_overhead", "memory", "attention", "flux_step", "batch", "sharded", "compiled", "shares", "vae", "upscale")
+TAKE_QUICK = ("attention", "flux_step", "batch", "sharded", "compiled", "vae", "upscale")
 MOVED = 0.05  # share of a ratio; below it is the noise of these machines
 
 

@@ -5,8 +5,9 @@ from .config import CPConfig
 from .pipefusion import CPPipeFusion
 from .report import CPReport
 from .sampler import CPSampler
+from .upscale import CPUpscaleImage
 from .vae import CPVAEDecode, CPVAEEncode
 
-SHARING = [ApplyContextParallel, CPSampler, CPVAEDecode, CPVAEEncode]
+SHARING = [ApplyContextParallel, CPSampler, CPVAEDecode, CPVAEEncode, CPUpscaleImage]
 """Those that need ranks."""
-NODES = [CPConfig, ApplyContextParallel, CPSampler, CPReport, CPPipeFusion, CPVAEDecode, CPVAEEncode]
+NODES = [CPConfig, ApplyContextParallel, CPSampler, CPReport, CPPipeFusion, CPVAEDecode, CPVAEEncode, CPUpscaleImage]

@@ -122,6 +122,12 @@ def vae_files(checkpoints_dir: Path) -> None:
 
 
 @pytest.fixture(scope="session")
+def upscalers(checkpoints_dir: Path) -> None:
+    """Writes the tiny models of `support.upscalers`."""
+    preloaded.write_models("support.upscalers", checkpoints_dir, "esrgan", "compact", "swinir", "dat", "gray")
+
+
+@pytest.fixture(scope="session")
 def family_errors(checkpoints_dir: Path, request: pytest.FixtureRequest) -> dict[str, str]:
     """Writes the checkpoints of the entries of `support.families` that the selected tests ask for, as parameter `served`.
 

@@ -1,6 +1,6 @@
 // "Use all GPUs in this workflow": puts Apply Context Parallel in front of every sampler and guider of the open graph and its
-// subgraphs, and CP VAE Decode and Encode in place of ComfyUI's, and takes them out again. In the panel, the menu of the canvas, and
-// as a command with a key; for what is selected, nodes or groups, as another command and in the menu of a sampler.
+// subgraphs, and CP VAE Decode, CP VAE Encode and CP Upscale Image in place of ComfyUI's, and takes them out again. In the panel, the
+// menu of the canvas, and as a command with a key; for what is selected, nodes or groups, as another command and in the menu of a node.
 
 import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
@@ -12,8 +12,9 @@ const APPLY = "ApplyContextParallel";
 const CONFIG = "CPConfig";
 const COMMAND = "ContextParallel.UseAllGPUs";
 const SELECTED = "ContextParallel.UseAllGPUsForSelection";
-const VAES = { VAEDecode: "CPVAEDecode", VAEEncode: "CPVAEEncode" }; // and what takes their place
-const STOCK = Object.fromEntries(Object.entries(VAES).map((pair) => pair.reverse()));
+const UPSCALE = "ImageUpscaleWithModel";
+const OURS = { VAEDecode: "CPVAEDecode", VAEEncode: "CPVAEEncode", [UPSCALE]: "CPUpscaleImage" }; // what takes the place of a node
+const STOCK = Object.fromEntries(Object.entries(OURS).map((pair) => pair.reverse()));
 const SAMPLED = ["LATENT", "GUIDER", "IMAGE", "VIDEO", "AUDIO"]; // what a node gives that samples; one for MODEL to MODEL or SIGMAS does not
 const BYPASSED = 4; // mode of a node
 const INPUT = -10; // what ComfyUI calls the origin of a link that comes from outside of a subgraph
@@ -66,9 +67,18 @@ function missing(chosen) {
   return graphs().map((graph) => [graph, models(graph, chosen).filter((link) => !applied(graph, link))]);
 }
 
-/** Whether there is a sampler, and the model of each is shared out. */
+/** The nodes that upscale with a model, ours or not. */
+function upscalers(chosen) {
+  const own = (node) => [UPSCALE, OURS[UPSCALE]].includes(node.type) && node.mode === 0 && (!chosen || chosen.has(node));
+  return graphs().flatMap((graph) => graph.nodes.filter(own));
+}
+
+/** Whether there is a sampler or an upscaler, and the model of each is shared out. */
 export function usesAll(chosen) {
-  return graphs().some((graph) => models(graph, chosen).length > 0) && missing(chosen).every(([, links]) => links.length === 0);
+  const upscaling = upscalers(chosen);
+  const some = upscaling.length > 0 || graphs().some((graph) => models(graph, chosen).length > 0);
+  const shared = missing(chosen).every(([, links]) => links.length === 0);
+  return some && shared && upscaling.every((node) => node.type !== UPSCALE);
 }
 
 /** The nodes that are selected, those in selected groups, and all inside of a selected subgraph. */
@@ -160,7 +170,7 @@ function useAll(chosen) {
     const origins = new Set(links.map(originOf));
     for (const origin of origins) insert(graph, links.filter((link) => originOf(link) === origin));
   }
-  swap(VAES, chosen);
+  swap(OURS, chosen);
 }
 
 /** Take the node out of its links. One that links a subgraph's input with its output stays, and is bypassed. */
@@ -224,7 +234,7 @@ async function change(chosen) {
   if (alone) return say("warn", t(`alone.${alone.case}`, alone));
   const all = usesAll(chosen);
   const count = graphs().flatMap((graph) => models(graph, chosen)).length;
-  if (!count) return say("warn", chosen ? t("use_all.none_selected") : t("use_all.none"));
+  if (!count && !upscalers(chosen).length) return say("warn", chosen ? t("use_all.none_selected") : t("use_all.none"));
   app.canvas.emitBeforeChange();
   try {
     if (all) useOne(chosen);
@@ -239,6 +249,7 @@ async function change(chosen) {
   const { on, others } = status.settings ? choice(status.settings, found.devices) : { on: found.devices, others: [] };
   const devices = on.length + others.length;
   if (devices < 2) return say("warn", t("use_all.one_is_on", { all: found.devices.length }));
+  if (!count) return say("info", t("use_all.done_upscaling", { devices }));
   return say("info", count === 1 ? t("use_all.done_one", { devices }) : t("use_all.done", { count, devices }));
 }
 
@@ -254,11 +265,12 @@ export function label() {
   return usesAll() ? t("use_all.take_out") : t("use_all.put_in");
 }
 
-/** The entry in the menu of a sampler. */
-function itemFor(node) {
+/** The entries in the menu of a sampler or upscaler. */
+function itemsFor(node) {
   const chosen = new Set([node]);
+  if (!models(node.graph, chosen).length && !upscalers(chosen).length) return [];
   const content = usesAll(chosen) ? t("use_all.take_out_selected") : t("use_all.put_in_selected");
-  return { content, callback: () => change(chosen) };
+  return [null, { content, callback: () => change(chosen) }];
 }
 
 app.registerExtension({
@@ -270,6 +282,6 @@ app.registerExtension({
   keybindings: [{ commandId: COMMAND, combo: { key: "g", alt: true, shift: true } }],
   menuCommands: [{ path: ["Extensions", "Context Parallel"], commands: [COMMAND, SELECTED] }],
   getCanvasMenuItems: () => [null, { content: label(), callback: toggle }],
-  getNodeMenuItems: (node) => (samples(node) && models(node.graph, new Set([node])).length ? [null, itemFor(node)] : []),
+  getNodeMenuItems: itemsFor,
   getSelectionToolboxCommands: (item) => (item.children || item.subgraph ? [SELECTED] : []),
 });

@@ -89,6 +89,18 @@ def halves() -> str:
     return drawn + sign.format(127, "+") + sign.format(352, "–")
 
 
+def enlarged() -> str:
+    """A small picture, and a large one of tiles."""
+    small = '<rect x="28" y="255" width="100" height="100" fill="white"/>'
+    small += scene(34, 261, 88, 88, 'fill="#475569"', 'fill="#94a3b8"')
+    arrow = '<path d="M138 305 h34 m-15 -15 l15 15 l-15 15" stroke="white" stroke-width="7" fill="none"/>'
+    places = itertools.product(range(3), range(3))
+    tiles = (
+        f'<rect x="{186 + 90 * x}" y="{172 + 90 * y}" width="87" height="87" fill="{DEVICES[(x + y) % 4]}"/>' for x, y in places
+    )
+    return small + arrow + "".join(tiles) + scene(186, 172, 267, 267, 'fill="black" opacity=".35"', 'fill="white" opacity=".8"')
+
+
 def edges() -> str:
     """Those of a picture, and a picture along them."""
     line = 'fill="none" stroke="white" stroke-width="4" stroke-linejoin="round"'
@@ -141,6 +153,7 @@ CARDS = {
     "Model larger than one GPU": ("Larger models", "each GPU keeps a part", "#be185d", "#1f0a1a", parts),
     "Qwen-Image on all GPUs": ("Qwen-Image", "text to image", "#0f766e", "#022c22", wide),
     "SDXL with CFG on all GPUs": ("SDXL", "CFG: a half each", "#b91c1c", "#450a0a", halves),
+    "Upscaling on all GPUs": ("Upscaling", "with ESRGAN and its like", "#7c3aed", "#0c4a6e", enlarged),
     "Wan 2.2 image to video on all GPUs": ("Wan 2.2", "image to video", "#c2410c", "#431407", animated_picture),
     "Wan 2.2 text to video on all GPUs": ("Wan 2.2", "text to video", "#1d4ed8", "#172554", video),
     "Z-Image on all GPUs": ("Z-Image", "text to image", "#a8a29e", "#44403c", tall),

@@ -38,11 +38,15 @@ SAMPLED = flux_prompt(cp={}) | {
     "shown": {"class_type": "PreviewImage", "inputs": {"images": ["decoded", 0]}},
     "photo": {"class_type": "LoadImage", "inputs": {"image": "example.png"}},
     "encoded": {"class_type": "CPVAEEncode", "inputs": {"pixels": ["photo", 0], "vae": ["vae", 0]}},
+    "upscaler": {"class_type": "UpscaleModelLoader", "inputs": {"model_name": "RealESRGAN_x4plus.safetensors"}},
+    "upscaled": {"class_type": "CPUpscaleImage", "inputs": {"upscale_model": ["upscaler", 0], "image": ["photo", 0]}},
+    "enlarged": {"class_type": "SaveImage", "inputs": {"images": ["upscaled", 0], "filename_prefix": "upscaled"}},
 }
 PICTURES = {
     "config": [["UNETLoader", "CPConfig"], ["ApplyContextParallel"], ["KSampler"]],
     "decode": [["KSampler", "VAELoader"], ["CPVAEDecode"], ["PreviewImage"]],
     "encode": [["VAELoader", "LoadImage"], ["CPVAEEncode"], ["KSampler"]],
+    "upscale": [["UpscaleModelLoader", "LoadImage"], ["CPUpscaleImage"], ["SaveImage"]],
 }
 """Of help pages: columns of nodes."""
 

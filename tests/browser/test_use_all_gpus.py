@@ -278,7 +278,7 @@ def test_one_sampler_of_two(page):
     menu = page.evaluate(
         "id => app.collectNodeMenuItems(app.graph.getNodeById(id)).filter(Boolean).map(each => each.content)", first
     )
-    assert menu == ["Use one GPU for this sampler again"]
+    assert menu == ["Use one GPU for this node again"]
     page.evaluate(
         """() => {
             const group = new LiteGraph.LGraphGroup("both");
@@ -308,10 +308,65 @@ def test_what_it_says(page):
     page.evaluate("() => app.extensionManager.toast.removeAll()")
 
 
+UPSCALED = {
+    "model": {"class_type": "UpscaleModelLoader", "inputs": {"model_name": "RealESRGAN_x4plus.safetensors"}},
+    "photo": {"class_type": "LoadImage", "inputs": {"image": "example.png"}},
+    "larger": {"class_type": "ImageUpscaleWithModel", "inputs": {"upscale_model": ["model", 0], "image": ["photo", 0]}},
+    "saved": {"class_type": "SaveImage", "inputs": {"images": ["larger", 0], "filename_prefix": "upscaled"}},
+}
+STOCK, OURS = "ImageUpscaleWithModel", "CPUpscaleImage"
+
+
+def upscalers(graph):
+    return [node["type"] for each in graphs(graph) for node in each["nodes"] if node["type"] in (STOCK, OURS)]
+
+
+def test_upscaling_alone(page):
+    """There and back, also from the menu of the node; its links stay, but that of a CP Config."""
+    before = opened(page, built(page, UPSCALED))
+    toast = page.locator(".p-toast-message")
+    page.evaluate("command => app.extensionManager.command.execute(command)", COMMAND)
+    expect(toast).to_contain_text("Upscaling now uses 2 devices. Press Run.")
+    page.evaluate("() => app.extensionManager.toast.removeAll()")
+    toast.wait_for(state="detached")
+    during = saved(page)
+    assert (upscalers(during), links(during)) == ([OURS], links(before))
+    assert links(opened(page, during)) == links(before)
+    page.evaluate(
+        """kind => {
+            const config = LiteGraph.createNode("CPConfig");
+            app.graph.add(config);
+            config.connect(0, app.graph.nodes.find(node => node.type === kind), 2);
+        }""",
+        OURS,
+    )
+    after = run(page)
+    assert (upscalers(after), links(after)) == ([STOCK], links(before))
+    entries = page.evaluate(
+        "kind => app.collectNodeMenuItems(app.graph.nodes.find(node => node.type === kind)).filter(Boolean).map(e => e.content)",
+        STOCK,
+    )
+    assert entries == ["Use all GPUs for this node"]
+
+
+def test_upscaling_after_a_sampler(page):
+    """Both together; alone, where it alone is selected or left."""
+    prompt = flux_prompt()
+    built(page, prompt | UPSCALED)
+    during = run(page)
+    assert (len(added(during)), upscalers(during)) == (1, [OURS])
+    page.evaluate("kind => app.canvas.selectItems(app.graph.nodes.filter(node => node.type === kind))", OURS)
+    during = run(page, FOR_SELECTION)
+    assert (len(added(during)), upscalers(during)) == (1, [STOCK])
+    assert upscalers(run(page)) == [OURS]
+    during = run(page)
+    assert (len(added(during)), upscalers(during)) == (0, [STOCK])
+
+
 def test_a_workflow_without_a_sampler_says_so(page):
     page.evaluate("app.graph.clear()")
     page.evaluate("command => app.extensionManager.command.execute(command)", COMMAND)
-    expect(page.locator(".p-toast-message")).to_contain_text("No sampler in this workflow is given a model.")
+    expect(page.locator(".p-toast-message")).to_contain_text("This workflow has no sampler with a model")
     page.evaluate("() => app.extensionManager.toast.removeAll()")
 
 

@@ -20,6 +20,7 @@ from support.processes import descendants
 from support.server import ComfyServer
 from support.stand_in import groups, messages
 from support.stand_in.memory import Ledger
+from support.upscalers import upscale_prompt
 from support.vae_graphs import vae_prompt
 
 BOUND = 1e-5  # of float32, relative to the standard deviation
@@ -95,6 +96,17 @@ def test_a_picture_is_decoded_on_both_cards(card_server, name, method):
     prompts = vae_prompt(name, method), vae_prompt(name, method, "exact", world=0)
     stock, ours = (latent(card_server, prompt) for prompt in prompts)
     assert ((ours - stock).abs().max() / stock.abs().max()).item() <= BOUND
+
+
+@pytest.mark.usefixtures("upscalers")
+def test_a_picture_is_upscaled_on_both_cards(card_server, cards):
+    """The stock node between two runs on the ranks takes its memory of the first card, and gives it back."""
+    size = {"width": 700, "height": 60}
+    stock = latent(card_server, upscale_prompt("dat", **size))
+    for seed in (3, 4, 3):
+        assert_close(latent(card_server, upscale_prompt("dat", 0, **size, again=True)), stock, BOUND)
+        latent(card_server, upscale_prompt("dat", **size | {"seed": seed + 10}))
+    assert card_server.status()["last_upscale_call"]["degrees"] == {"tiles": 2}
 
 
 SERVED = {name: entry for name, (_, entry, _) in families.served().items()}

@@ -21,6 +21,7 @@ from support.graphs import Graph, cp_config, family_prompt, flux_prompt
 from support.latents import distance
 from support.server import CUSTOM_NODES, GGUF_NODES, ComfyServer
 from support.stand_in.memory import Ledger
+from support.upscalers import upscale_prompt
 from support.vae_graphs import vae_prompt
 
 BOUND = 5e-5  # of float32, relative to the standard deviation
@@ -52,6 +53,7 @@ def models(comfyui_path, tmp_path_factory):
     checkpoints.write("encoder", folder, dtype=torch.float16, file_stem="encoder", checkpoint=encoder)
     preloaded.write_models("support.vaes", folder, "sd3_kl", "wan")
     preloaded.write_models("support.models", folder / "diffusion_models", "anima")
+    preloaded.write_models("support.upscalers", folder, "compact")
     for file in (*(folder / "vae").iterdir(), folder / "diffusion_models" / families.checkpoint_of(SERVED["anima"])):
         half(file)
     return folder
@@ -184,6 +186,16 @@ def test_a_vae_whose_file_has_another_dtype_is_decoded_on_both_cards(server):
     prompts = vae_prompt("wan", "decode"), vae_prompt("wan", "decode", "exact", world=0)
     stock, ours = (server.sample(prompt).float() for prompt in prompts)
     assert ((ours - stock).abs().max() / stock.abs().max()).item() <= BOUND
+
+
+def test_a_picture_is_upscaled_on_both_cards(server, ledger):
+    """By ComfyUI's node and ours in turn: each finds the weights where the other has left them."""
+    size = {"width": 700, "height": 60}
+    stock = server.sample(upscale_prompt("compact", **size))
+    for seed in (5, 6):
+        ours = server.sample(upscale_prompt("compact", 0, **size, again=True))
+        assert distance(ours, stock) <= BOUND
+        server.sample(upscale_prompt("compact", **size, seed=seed))
 
 
 def test_one_device_computes_what_the_ranks_cannot(server):

@@ -6,7 +6,16 @@ from typing import Any
 import pytest
 from support.server import PACK
 
-NODES = ("CPConfig", "ApplyContextParallel", "CPSampler", "CPReport", "CPPipeFusion", "CPVAEDecode", "CPVAEEncode")
+NODES = (
+    "CPConfig",
+    "ApplyContextParallel",
+    "CPSampler",
+    "CPReport",
+    "CPPipeFusion",
+    "CPVAEDecode",
+    "CPVAEEncode",
+    "CPUpscaleImage",
+)
 LANGUAGES = ("en", "zh", "ja")
 SPECIAL = re.compile(r"[@{}|]")
 """What the frontend's translation library takes for more than text."""

@@ -20,12 +20,12 @@ from support.workflows import NOTES, Json, node_inputs, outputs_of, real_nodes, 
 
 FOLDER = CHECKOUT / "workflows"
 NAMES = sorted(file.stem for file in FOLDER.glob("*.json"))
-OWN_NODES = {"CPConfig", "ApplyContextParallel", "CPSampler", "CPVAEDecode"}
+OWN_NODES = {"CPConfig", "ApplyContextParallel", "CPSampler", "CPVAEDecode", "CPUpscaleImage"}
 PACKS = dict.fromkeys(OWN_NODES, PACK) | {"UnetLoaderGGUF": "comfyui-gguf"}
 """Nodes that are not ComfyUI's, and the pack of each in ComfyUI's registry, where the Manager looks for what is missing."""
 
 
-FILE_INPUTS = {"ckpt_name", "unet_name", "clip_name", "clip_name1", "clip_name2", "vae_name", "control_net_name"}
+FILE_INPUTS = {"ckpt_name", "unet_name", "clip_name", "clip_name1", "clip_name2", "vae_name", "control_net_name", "model_name"}
 MOVED = {"SaveVideo": "0.31.0"}
 """Nodes with other inputs from that version of ComfyUI on, which takes the old ones as well: tests/browser opens them."""
 
@@ -163,6 +163,7 @@ TINY_MODELS = {
 CONTROLLED = "Flux with ControlNet on all GPUs"
 H3 = "MiniMax-H3 image to video on all GPUs"
 LARGER = "Model larger than one GPU"
+UPSCALING = "Upscaling on all GPUs"
 SERVED = {
     H3: "minimax", "Qwen-Image on all GPUs": "qwen", LARGER: "qwen", "SDXL with CFG on all GPUs": "sdxl",
     "Z-Image on all GPUs": "z-image",
@@ -263,7 +264,7 @@ def gguf_file(checkpoints_dir):
     gguf_files.write(folder / "flux.safetensors", folder / "flux.gguf")
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in SERVED])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in {*SERVED, UPSCALING}])
 def test_latent_equals_the_graph_without_context_parallel(name, server, low_noise_model, gguf_file):
     compare(name, server)
 
@@ -272,6 +273,26 @@ def test_latent_equals_the_graph_without_context_parallel(name, server, low_nois
 def test_latent_of_a_family_equals_the_graph_without_context_parallel(name, served, server, family_checkpoints, as_checkpoint):
     as_checkpoint(served)
     compare(name, server)
+
+
+@pytest.mark.bits("the same tiles, blended by the same node")
+@pytest.mark.usefixtures("upscalers")
+def test_the_upscaled_picture_is_that_of_the_stock_node(server):
+    def upscaled(kind):
+        prompt = load(UPSCALING, "api")
+        (loader,), (picture,), (upscaler,), (saved,) = (
+            [node for node in prompt.values() if node["class_type"] == each]
+            for each in ("UpscaleModelLoader", "LoadImage", "CPUpscaleImage", "SaveImage")
+        )
+        loader["inputs"]["model_name"] = "compact.safetensors"
+        picture |= {"class_type": "TestImage", "inputs": {"seed": 1, "width": 520, "height": 70}}
+        upscaler["class_type"] = kind
+        prompt["kept"] = {"class_type": "TestPicture", "inputs": {"image": saved["inputs"]["images"]}}
+        saved |= {"class_type": "SaveLatent", "inputs": {"samples": ["kept", 0], "filename_prefix": "upscaled"}}
+        return server.sample(prompt, node_id=next(node_id for node_id, node in prompt.items() if node is saved))
+
+    assert (upscaled("CPUpscaleImage") == upscaled("ImageUpscaleWithModel")).all()
+    assert server.status()["last_upscale_call"]["degrees"]["tiles"] > 1
 
 
 def test_the_controlnet_of_the_template_matters(server):

@@ -20,7 +20,8 @@ function ofAll(now) {
   const reasons = models.map(([, reason]) => reason);
   if (models.length) list.append(fact(t("fact.models"), names.join(", "), [t("hint.models"), ...reasons].join("\n")));
   if (now.last_call) list.append(...ofSampler(now, now.last_call));
-  if (now.last_vae_call) list.append(ofVae(now, now.last_vae_call));
+  if (now.last_vae_call) list.append(ofPictures(now, now.last_vae_call, t("fact.vae"), t("hint.vae")));
+  if (now.last_upscale_call) list.append(ofPictures(now, now.last_upscale_call, t("fact.upscale"), t("hint.upscale")));
   return list;
 }
 
@@ -41,10 +42,10 @@ function ofSampler(now, call) {
   ];
 }
 
-/** The last decode or encode of a VAE, in a line of its own: its seconds are none of the sampler's. */
-function ofVae(now, call) {
+/** The last call of a VAE or an upscale model, in a line of its own: its seconds are none of the sampler's. */
+function ofPictures(now, call, name, text) {
   const values = { mesh: meshOf(now, call), time: seconds(call.seconds), share: percent(call.waiting_share) };
-  return fact(t("fact.vae"), t("vae_call", values), t("hint.vae"));
+  return fact(name, t("pictures_call", values), text);
 }
 
 function meshOf(now, call) {

@@ -56,7 +56,10 @@ export function makePanel({ restart, measure, prefer, check }) {
     measuring.hidden = !stoppable && known.parts.cases.includes("one_device");
     const ask = known.parts.count ? t("measure_again") : t("measure");
     measuring.say(stoppable ? t("measure_cancel") : ask);
-    decoded.textContent = now?.last_vae_call ? t("vae_took", { time: seconds(now.last_vae_call.seconds) }) : "";
+    const took = [];
+    if (now?.last_vae_call) took.push(t("vae_took", { time: seconds(now.last_vae_call.seconds) }));
+    if (now?.last_upscale_call) took.push(t("upscale_took", { time: seconds(now.last_upscale_call.seconds) }));
+    decoded.textContent = took.join(", ");
     decoded.hidden = !decoded.textContent;
     prompt.update(now?.last_prompt ?? null);
     held.textContent = Object.entries(now?.memory ?? {}).map(heldOf).join("\n");

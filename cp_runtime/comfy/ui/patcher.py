@@ -39,7 +39,7 @@ from .interception import OnOneDevice, intercept, release
 from .names import kind_of, name_of
 from .notes import ON_RANKS, notes_of, on_ranks
 from .obstacles import check_model, check_stages
-from .progress import with_cancel
+from .progress import WorkBar, with_cancel
 from .residency import convert, free_ui_memory, give_back
 from .runtime import CONTROLLER
 from .target import Target
@@ -289,9 +289,9 @@ class ContextParallelPatcher(comfy.model_patcher.ModelPatcher):
         comfy.model_management.throw_exception_if_processing_interrupted()
         return self.on_ranks(lambda target, cancelled: CONTROLLER.call(self.cp_config, target, call, executing_node(), cancelled))
 
-    def on_ranks(self, run: Callable[[Target, Callable[[], bool]], Any], steps: int = 0, before: int = 0) -> Any:
+    def on_ranks(self, run: Callable[[Target, Callable[[], bool]], Any], bar: WorkBar | None = None) -> Any:
         """Run a function with the ranks' copy of the model. See `with_cancel`."""
-        return with_cancel(partial(run, self.claim_target()), steps, before)
+        return with_cancel(partial(run, self.claim_target()), bar)
 
     def _load_here(self, device: torch.device, extra_memory: float, force_patch_weights: bool = False) -> int:
         """Load the model onto a device of this process, as ComfyUI's ModelPatcher does."""

@@ -1,17 +1,18 @@
 """VAEs and upscale models on the ranks: their patcher, their calls, and tiles.
 
 ComfyUI's tiled functions run twice: once to list the tiles, which the ranks then compute side by side, and once to blend the
-results in their own order. The second run gets them group by group, so that they need not be in memory at once.
+results in their own order. The second run gets them group by group: the ranks compute a group while ComfyUI blends the one before.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from contextvars import copy_context
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any, TypeVar
 
 import comfy.model_management
@@ -29,6 +30,7 @@ from ..shared.pictures import INPUT, TILES
 from .names import kind_of
 from .notes import notes_of
 from .patcher import RUNS, ContextParallelPatcher, Run, executing_node, raise_or_warn
+from .progress import WorkBar
 from .runtime import CONTROLLER, default_config, nothing_to_share
 
 log = logging.getLogger("context_parallel")
@@ -36,8 +38,8 @@ log = logging.getLogger("context_parallel")
 T = TypeVar("T")
 ATTRIBUTE = "context_parallel_patcher"
 MANY = 1 << 62
-GROUP_BYTES = 256 << 20
-"""Results of tiles that are in memory at once, besides those of a single round."""
+GROUP_BYTES = 64 << 20
+"""Results of a group of tiles, which is at least a round."""
 
 
 def on_ranks(what: str, config: Any, ranked: Callable[[RuntimeConfig], T], alone: Callable[[], T]) -> T:
@@ -91,13 +93,13 @@ def final(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 @contextmanager
-def _bar(hook: Any) -> Iterator[Any]:
-    """Have progress go to `hook` meanwhile; yield where it went. None = nowhere: nothing is computed here that could be counted."""
-    before, comfy.utils.PROGRESS_BAR_HOOK = comfy.utils.PROGRESS_BAR_HOOK, hook
+def _without_bar() -> Iterator[None]:
+    """Show no progress: it would count steps that are not computed here."""
+    hook, comfy.utils.PROGRESS_BAR_HOOK = comfy.utils.PROGRESS_BAR_HOOK, None
     try:
-        yield before
+        yield
     finally:
-        comfy.utils.PROGRESS_BAR_HOOK = before
+        comfy.utils.PROGRESS_BAR_HOOK = hook
 
 
 class Pictures:
@@ -169,11 +171,11 @@ class Pictures:
         workers = CONTROLLER.workers
         return 0 if workers is None else workers.pace.modules(call.kind(kind_of(self.patcher)))
 
-    def send(self, call: ModelCall, steps: int, before: int = 0) -> Any:
-        """Run a call on the ranks. For `steps` and `before` see `with_cancel`."""
+    def send(self, call: ModelCall, bar: WorkBar) -> Any:
+        """Run a call on the ranks."""
         comfy.model_management.throw_exception_if_processing_interrupted()
         return self.patcher.on_ranks(
-            lambda target, cancelled: CONTROLLER.call(self.config, target, call, executing_node(), cancelled), steps, before
+            lambda target, cancelled: CONTROLLER.call(self.config, target, call, executing_node(), cancelled), bar
         )
 
     def in_tiles(
@@ -198,40 +200,56 @@ class Pictures:
             tiles.append(tile)
             return tile.new_zeros(()).expand(shape_of(tile))
 
-        with _bar(None):
+        with _without_bar():
             run(note, True)
         if not tiles:
             raise UnsupportedError(f"there is nothing to compute. {self._remedy}")
         shapes = [shape_of(tile) for tile in tiles]
-        with _bar(None) as shown:
-            done = self._done(tiles, shapes, call, shown)
+        groups = self._groups(tiles, shapes)
+        bar = WorkBar(sum(steps for _, steps in groups))
+
+        def send(group: slice) -> list[Tensor]:
+            return self.send(call(tiles[group], shapes=shapes[group], remedy=self._remedy), bar)
+
+        with _without_bar(), closing(_done(groups, send, bar)) as done:
+            listed = iter(tiles)
 
             def take(tile: Tensor) -> Tensor:
-                listed, out = next(done)
-                if listed.shape != tile.shape:  # it goes on with smaller tiles
+                if next(listed).shape != tile.shape:  # it goes on with smaller tiles
                     raise torch.OutOfMemoryError("ComfyUI's process ran out of memory while it blended tiles")
-                return out
+                return next(done)
 
             return run(final(take), False)
 
-    def _done(
-        self, tiles: list[Tensor], shapes: list[list[int]], call: Callable[..., ModelCall], hook: Any
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the tiles with their results. `hook`: for progress."""
-        world = self.config.world_size
+    def _groups(self, tiles: list[Tensor], shapes: list[list[int]]) -> list[tuple[slice, int]]:
+        """Return the places of groups of tiles, and the steps of each."""
         shares = workers.pool.shares if (workers := CONTROLLER.workers) is not None else ()
 
         def rounds(some: slice) -> list[list[list[int]]]:
-            return in_rounds([tile.numel() for tile in tiles[some]], world, shares)
+            return in_rounds([tile.numel() for tile in tiles[some]], self.config.world_size, shares)
 
         each = sum(map(len, rounds(slice(None))[0]))
         count = each * max(1, GROUP_BYTES // (each * 4 * max(map(math.prod, shapes))))
-        groups = [slice(first, first + count) for first in range(0, len(tiles), count)]
-        steps = [sum(max(map(len, now)) for now in rounds(group)) for group in groups]
-        for group, before in zip(groups, accumulate(steps, initial=0), strict=False):
-            with _bar(hook):
-                results = self.send(call(tiles[group], shapes=shapes[group], remedy=self._remedy), sum(steps), before)
-            yield from zip(tiles[group], results, strict=True)
+        groups = (slice(first, first + count) for first in range(0, len(tiles), count))
+        return [(group, sum(max(map(len, now)) for now in rounds(group))) for group in groups]
+
+
+def _done(groups: list[tuple[slice, int]], send: Callable[[slice], list[Tensor]], bar: WorkBar) -> Generator[Tensor, None, None]:
+    """Yield the results of groups of tiles, one by one. A thread gets those of the next group meanwhile."""
+    context, inference = copy_context(), torch.is_inference_mode_enabled()
+
+    def get(number: int) -> list[Tensor]:
+        bar.before = sum(steps for _, steps in groups[:number])
+        with torch.inference_mode(inference):
+            return send(groups[number][0])
+
+    with ThreadPoolExecutor(1) as thread:
+        coming = thread.submit(context.run, get, 0)
+        for number in range(1, len(groups) + 1):
+            results = coming.result()
+            if number < len(groups):
+                coming = thread.submit(context.run, get, number)
+            yield from results
 
 
 class PicturesPatcher(ContextParallelPatcher):

@@ -24,6 +24,7 @@ from ...vaes import draws_noise, row_plan_for
 from ..shared.pictures import EXACT, TILES
 from .fingerprints import check_code
 from .pictures import Pictures, final, is_patched, on_ranks
+from .progress import WorkBar
 
 log = logging.getLogger("context_parallel")
 
@@ -116,7 +117,7 @@ class RankedVAE(Pictures):
         def run(whole: Tensor) -> Any:
             # Of the slowest rank.
             call = self._call(whole, whole, EXACT, whole.shape[0] / self.config.world_size, ratio=ratio)
-            return self.send(call, self.convolutions(call))
+            return self.send(call, WorkBar(self.convolutions(call)))
 
         return self._with(final(run))
 
