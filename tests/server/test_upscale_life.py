@@ -24,10 +24,12 @@ def expected(pool_server):
     return pool_server.sample(upscale_prompt("compact", **WIDE))
 
 
-def test_a_killed_rank(pool_server, expected, faults):
+@pytest.mark.parametrize("group", [pytest.param(1, marks=pytest.mark.soak), 2])
+def test_a_killed_rank(pool_server, expected, faults, group):
     pids = assert_right(pool_server, expected)
-    faults.arm(1, "kill", module=1)
-    pool_server.fails(upscale_prompt("compact", 2, **WIDE, again=True), f"rank 1 (pid {pids[1]}) failed: SIGKILL")
+    kill = {"kind": "kill", "module": 1}
+    faults.arm(1, **(kill if group == 1 else {"kind": "slow", "seconds": 0, "then": kill}))
+    pool_server.fails(upscale_prompt("compact", 2, **LARGE, again=True), f"rank 1 (pid {pids[1]}) failed: SIGKILL")
     assert not set(pids) & set(assert_right(pool_server, expected))
 
 
@@ -115,4 +117,15 @@ def test_out_of_memory(pool_server, expected, faults, times, tile):
         assert (tile == 512) == bool((halved == expected).all())
         assert (pool_server.sample(prompt) == halved).all()
     assert not faults.waiting
+    assert assert_right(pool_server, expected) == pids
+
+
+@pytest.mark.parametrize("size", [SMALL | {"frames": 12}, LARGE])
+def test_out_of_memory_while_blending(pool_server, expected, size):
+    """ComfyUI's node begins anew, with tiles that the ranks have not computed. Some have the sizes of those that they have."""
+    pids = assert_right(pool_server, expected)
+    prompt = upscale_prompt("compact", 2, **size, again=True)
+    prompt["failing"] = {"class_type": "TestBlendingFails", "inputs": {"model": ["loader", 0]}}
+    prompt["run"]["inputs"]["upscale_model"] = ["failing", 0]
+    pool_server.fails(prompt, "ComfyUI's process ran out of memory while it blended tiles")
     assert assert_right(pool_server, expected) == pids
