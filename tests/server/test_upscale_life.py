@@ -120,6 +120,16 @@ def test_out_of_memory(pool_server, expected, faults, times, tile):
     assert assert_right(pool_server, expected) == pids
 
 
+def test_out_of_memory_at_the_load(pool_server, expected, faults):
+    """Smaller tiles would not help."""
+    assert_right(pool_server, expected)
+    pool_server.free_workers()
+    faults.arm(1, "oom", "load")
+    pool_server.fails(upscale_prompt("compact", 2, **WIDE, again=True), "OutOfMemoryError: injected")
+    assert not faults.waiting
+    assert_right(pool_server, expected)
+
+
 @pytest.mark.parametrize("size", [SMALL | {"frames": 12}, LARGE])
 def test_out_of_memory_while_blending(pool_server, expected, size):
     """ComfyUI's node begins anew, with tiles that the ranks have not computed. Some have the sizes of those that they have."""

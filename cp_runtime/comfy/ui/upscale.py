@@ -58,14 +58,7 @@ def run_upscale(model: Any, image: Any, config: RuntimeConfig | None, stock: Sto
         if image.shape[0] < 2 and max(image.shape[1:3]) <= TILE:
             log.info("the upscale model runs on one device: there are no two tiles")
             return stock(model, image)
-        upscaler, failed = Upscaler(model, config), list[RankOutOfMemory]()
-        while True:
-            try:
-                return upscaler.upscale(image, stock, failed)
-            except RankOutOfMemory as error:
-                if error in failed:  # ComfyUI has no smaller tiles
-                    raise
-                failed.append(error)
+        return Upscaler(model, config).upscale(image, stock)
 
     return on_ranks("the upscale model", config, ranked, partial(stock, model, image))
 
@@ -85,22 +78,33 @@ class Upscaler(Pictures):
         except MirrorError as error:
             raise UnsupportedError(f"{error}. {_REMEDY}") from error
         self._model, self._called, self._code = model, written.leaves, code_of_patches(written.all_code)
+        self._failed: list[RankOutOfMemory] = []  # one for each size of tiles that was too large
 
-    def upscale(self, image: Tensor, stock: Stock, failed: list[RankOutOfMemory]) -> Tensor:
-        """Upscale pictures. `failed`: once for each size of tiles that was too large."""
+    def upscale(self, image: Tensor, stock: Stock) -> Tensor:
+        while True:
+            known = len(self._failed)
+            try:
+                return self.in_tiles(partial(self._run, image, stock), self._shape_of, self._call)
+            except RankOutOfMemory:
+                if len(self._failed) == known:  # ComfyUI has no smaller tiles, or it was no tile
+                    raise
 
-        def run(on_tile: Callable[[Tensor], Tensor], listing: bool) -> Tensor:
-            too_large = iter(failed)
+    def _run(self, image: Tensor, stock: Stock, on_tile: Callable[[Tensor], Tensor], listing: bool) -> Tensor:
+        """Run ComfyUI's node; for the parameters see `in_tiles`."""
+        too_large = iter([*self._failed])
 
-            def upscale(tile: Tensor) -> Tensor:
-                for error in too_large:  # the next one: ComfyUI's node halves its tiles
-                    raise error
-                return on_tile(tile)[..., :0, :0] if listing else on_tile(tile)
+        def upscale(tile: Tensor) -> Tensor:
+            for error in too_large:  # the next one: ComfyUI's node halves its tiles
+                raise error
+            try:
+                out = on_tile(tile)
+            except RankOutOfMemory as error:
+                self._failed += [] if error in self._failed else [error]
+                raise
+            return out[..., :0, :0] if listing else out
 
-            # Enlarged by 0, the listed tiles take no time to blend.
-            return stock(Descriptor(self._model, self.patcher, 0 if listing else self._model.scale, upscale), image)
-
-        return self.in_tiles(run, self._shape_of, self._call)
+        # Enlarged by 0, the listed tiles take no time to blend.
+        return stock(Descriptor(self._model, self.patcher, 0 if listing else self._model.scale, upscale), image)
 
     def _shape_of(self, tile: Tensor) -> list[int]:
         channels, scale = self._model.output_channels, self._model.scale
