@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Owner = TypeVar("Owner")
 
 
 def hooks_of(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
@@ -28,6 +30,30 @@ def hooks_of(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
 def global_hooks() -> tuple[dict[int, Any], dict[int, Any]]:
     """Return the hooks of the forward of every module."""
     return nn.modules.module._global_forward_pre_hooks, nn.modules.module._global_forward_hooks
+
+
+_followers: WeakKeyDictionary[Any, Callable[[Any], None]] = WeakKeyDictionary()
+
+
+def on_registration(owner: Owner, tell: Callable[[Owner], None]) -> Callable[[], object]:
+    """Call `tell` with the owner when a module or a parameter is put into any module of this process, as long as the owner lives.
+
+    Returns:
+        A function that ends it.
+    """
+    _follow_registrations()
+    _followers[owner] = tell
+    return lambda: _followers.pop(owner, None)
+
+
+@cache
+def _follow_registrations() -> None:
+    def put(*_: object) -> None:
+        for owner, tell in _followers.items():
+            tell(owner)
+
+    nn.modules.module.register_module_module_registration_hook(put)
+    nn.modules.module.register_module_parameter_registration_hook(put)
 
 
 def state_dict_loader(cls: type[nn.Module]) -> Callable[..., Any]:
@@ -42,12 +68,17 @@ def flatten_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 def versions(values: Iterable[Tensor]) -> tuple[int, ...] | None:
     """Return the number of in-place changes of each tensor; None if one was made in inference mode, where torch does not count."""
-    counts = []
+    counts: list[int] = []
     for value in values:
-        if value.is_inference():
+        if (changes := in_place_changes(value)) is None:
             return None
-        counts.append(value._version)
+        counts.append(changes)
     return tuple(counts)
+
+
+def in_place_changes(value: Tensor) -> int | None:
+    """Return the number of in-place changes of a tensor; None if it was made in inference mode, where torch does not count."""
+    return None if value.is_inference() else value._version
 
 
 def fused_attention_functions() -> frozenset[Callable[..., Any]]:

@@ -42,6 +42,7 @@ def check_inputs(
     args: Any,
     kwargs: Mapping[str, Any],
     error: PlanError | None,
+    weights: int,
 ) -> None:
     """Raise PlanError, on all ranks alike, unless all ranks have the same arguments. One collective of some bytes.
 
@@ -50,6 +51,7 @@ def check_inputs(
         forward: the module's own.
         group: ranks that share the sequence.
         error: an error that keeps this rank from the call; all raise it.
+        weights: a number for the module's weights.
     """
     signature = inspect.signature(forward)
     names = [*signature.parameters, "arguments"]
@@ -57,10 +59,11 @@ def check_inputs(
         given: Mapping[str, Any] = signature.bind(*args, **kwargs).arguments
     except TypeError:  # calling forward will raise it
         given = {"arguments": (args, dict(kwargs))}
-    if wrong := _differing({name: given.get(name) for name in names}, group, error):
+    if wrong := _differing({name: given.get(name) for name in names} | {"its weights": weights}, group, error):
         raise PlanError(
             f"{module}: {wrong}: not what rank {group.global_rank(0)} was given. The ranks of a sequence compute one call "
-            "together: give all of them the same inputs, such as noise from generators of the same seed, or broadcast them."
+            "together: give all of them the same inputs, such as noise from generators of the same seed, or broadcast them, and "
+            "the same weights and LoRAs."
         )
 
 

@@ -63,8 +63,8 @@ def apply_context_parallel(
 ) -> AppliedPlan:
     """Split the module's sequence over the ranks, from its next call on.
 
-    Every rank calls it, and then the module, with the same arguments, under `torch.inference_mode()`; the first call checks that
-    they are the same. Attention is shared where the module calls torch's `scaled_dot_product_attention`. Attention by other means,
+    Every rank calls it, and then the module, with the same arguments, under `torch.inference_mode()`; every call checks that they
+    are the same. Attention is shared where the module calls torch's `scaled_dot_product_attention`. Attention by other means,
     or over less than the split sequence (windows, frames), needs a `ModulePlan`.
 
     Args:
@@ -79,7 +79,8 @@ def apply_context_parallel(
             or changing weights of blocks is refused; fuse a LoRA before.
         device: with `shard_weights`, this rank's device: its shards, and everything outside of the blocks, go there. None = that of
             the weights.
-        check_inputs: compare the arguments of all ranks in every call, not only in the first one.
+        check_inputs: compare all arguments of all ranks before every call, not only before the first one. Other calls compare
+            checksums of tensors and weights, once they have run.
         verify: "first" = in the first call every rank also runs the module alone, and compares the outputs; "never" = it does not;
             None = "first" for a plan that is not diffusers' own for the class.
 
@@ -187,7 +188,7 @@ def _replace_forward(calls: ShardedCalls, installed: InstalledPlan[ShardingPlan]
             "model. Save its state_dict(), or call remove_context_parallel before copying or saving it."
         )
 
-    module.forward = ours
+    module.forward, calls.forward = ours, forward
     vars(module)["__reduce_ex__"] = refuse_to_save
     _installed[module] = ref(installed)
     installed.on_remove(undo)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -22,6 +23,7 @@ from ..engine.weights.sharded import ShardedWeights
 from ..errors import PlanError, bad_value
 from ..nested import form_of, rebuild, tensors
 from . import agreement
+from .checksums import Checksums
 from .torch_function import shared_attention
 
 TRAINING = "For training take diffusers' own enable_parallelism, or torchtitan."
@@ -61,6 +63,7 @@ class ShardedCalls:
 
     Attributes:
         weights: weights of the blocks, once they are sharded.
+        forward: what replaces the module's.
     """
 
     def __init__(
@@ -76,29 +79,53 @@ class ShardedCalls:
         self._module, self._stock, self.installed = module, module.forward, installed
         self._config, self._mesh = config, mesh
         self.weights: ShardedWeights | None = None
-        self._check_inputs, self._verify, self._turn = check_inputs, verify, Turn(module)
+        self._verify, self._turn = verify, Turn(module)
         self._processors = [inner for inner in module.modules() if hasattr(inner, "processor")]
         self._names, self._whole = argument_names(module), for_all_items(module, installed.plan.modules.get(""))
         self._forms: set[object] = set()
-        self._calls = 0
+        self.forward: Callable[..., Any] | None = None
+        self._calls, self._is_running, self._is_removed, self._was_alone = 0, False, False, False
+        self._checksums = Checksums(module, mesh.whole, always=check_inputs)
+        installed.outside = self._note_alone
+        installed.follow()
+        installed.on_remove(self._end)
 
     _in_step = True
 
     @not_compiled_itself
     def __call__(self, called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call. `called`: the module, or a copy of it, which is refused."""
+        if self._is_removed:  # a wrapper that was put around it since still calls it
+            return self._stock(*args, **kwargs)
         with self._turn:
-            return self._call(called, args, kwargs)
+            self._is_running = True
+            try:
+                return self._call(called, args, kwargs)
+            finally:
+                self._is_running = False
+
+    def _note_alone(self) -> None:
+        """Warn, once, that the module runs, and not through the ranks."""
+        forward = self._module.forward
+        if not self._is_running and not self._was_alone and getattr(forward, "__func__", None) is not self.forward:
+            self._was_alone = True
+            by = ".".join(getattr(forward, each, type(forward).__qualname__) for each in ("__module__", "__qualname__"))
+            warnings.warn(
+                f"This {type(self._module).__name__} was called on this rank alone: {by} has replaced its forward since "
+                "apply_context_parallel, and does not call what it has replaced. Call apply_context_parallel after it.",
+                stacklevel=2,
+            )
+
+    def _end(self) -> None:
+        self._is_removed = True
+        self._checksums.stop()
 
     @not_compiled_itself
     def _call(self, called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = type(self._module).__name__
         _check_call(called, self._module, self._mesh)
-        error = _mode_error(self._module)
-        if self._check_inputs or not self._calls:
-            agreement.check_inputs(name, self._stock, self._mesh.whole, args, kwargs, error)
-        if error is not None:
-            raise error
+        self.installed.refresh()
+        posted = self._checksums.begin(self._stock, args, kwargs, _mode_error(self._module))
         backends = tuple(attention_backend_of(attention.processor) for attention in self._processors)
         form = (form_of(args), form_of(kwargs), backends, *(type(attention.processor) for attention in self._processors))
         first = form not in self._forms
@@ -114,6 +141,7 @@ class ShardedCalls:
             self._forms.clear()
         self._forms.add(form)
         self._calls += 1
+        self._checksums.end(posted, self._stock, args, kwargs)
         return out
 
     @not_compiled_itself

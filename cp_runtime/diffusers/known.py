@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..engine.plan import ModulePlan, argument_names
+from ..engine.plan import ModulePlan, argument_positions
 from ..engine.transforms import ContextParallelInput, ContextParallelOutput, TokenRanges
 
 HIDDEN, ENCODER = "hidden_states", "encoder_hidden_states"  # diffusers' names: image or video tokens, text tokens
@@ -41,7 +41,7 @@ _ROPE = {"rope": {0: _POSITIONS_OUT, 1: _POSITIONS_OUT}}
 # Models that continue an image ("token_replace") modulate its tokens, the first of the video, apart: blocks get their number.
 _FIRST_FRAME = ModulePlan(
     inputs={"num_tokens": TokenRanges(streams=(HIDDEN,))},
-    when=lambda model, path: "num_tokens" in argument_names(model.get_submodule(path)),
+    when=lambda model, path: "num_tokens" in argument_positions(model.get_submodule(path)),
 )
 _WAN_ROPE = {"rope": {0: _TOKENS_OUT, 1: _TOKENS_OUT}}
 # Every rank has all of the audio, a fiftieth of the video; only its attention to the video is shared.

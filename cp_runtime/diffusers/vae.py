@@ -14,8 +14,8 @@ from ..compat import not_compiled, uncompiled
 from ..engine.ranks.mesh import SequenceMesh
 from ..engine.rows.plan import RowPlan, run_on_rows
 from ..errors import PlanError
-from . import agreement
 from .calls import Turn
+from .checksums import Checksums
 
 _MODULE = "diffusers.models.autoencoders."
 
@@ -40,13 +40,14 @@ class SplitVAE:
 
     def __init__(self, module: nn.Module, mesh: SequenceMesh, *, check_inputs: bool) -> None:
         self._undo: list[Callable[[], object]] = []
-        self._check_inputs = check_inputs
+        checksums = Checksums(module, mesh.whole, always=check_inputs)
+        self._undo.append(checksums.stop)
         plan = RowPlan(family=type(module).__name__, model_class=_class_name(module))
         for name, ratio in (("encoder", VAES[plan.model_class](module)), ("decoder", 1)):
             part = uncompiled(getattr(module, name))
             if "forward" in vars(part):
                 raise PlanError(f"the forward of the {name} was replaced. Apply context parallelism before whatever replaces it.")
-            part.forward = MethodType(self._shared(plan, mesh, ratio, type(part).forward), part)
+            part.forward = MethodType(self._shared(plan, mesh, checksums, ratio, type(part).forward), part)
             self._undo.append(partial(delattr, part, "forward"))
 
     def on_remove(self, undo: Callable[[], object]) -> None:
@@ -56,9 +57,9 @@ class SplitVAE:
         while self._undo:
             self._undo.pop()()
 
-    def _shared(self, plan: RowPlan, mesh: SequenceMesh, ratio: int, stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        checked = False
-
+    def _shared(
+        self, plan: RowPlan, mesh: SequenceMesh, checksums: Checksums, ratio: int, stock: Callable[..., Tensor]
+    ) -> Callable[..., Tensor]:
         @not_compiled  # rows are exchanged inside of convolutions
         @wraps(stock)
         def forward(part: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -66,12 +67,10 @@ class SplitVAE:
                 raise PlanError("context parallelism was removed from the VAE that this is a part, or a copy, of")
             if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in part.parameters()):
                 raise PlanError("this VAE would record gradients. Call it under torch.inference_mode() or torch.no_grad().")
-            nonlocal checked
-            if self._check_inputs or not checked:  # only `x`: a video VAE's cache of earlier frames differs between ranks
-                agreement.check_inputs(type(part).__name__, stock, mesh.whole, (part, x), {}, None)
-            checked = True
+            posted = checksums.begin(stock, (part, x), {})  # only `x`: a video VAE's cache of earlier frames differs between ranks
             with Turn(part):
                 out = run_on_rows(part, plan, lambda rows: stock(part, rows, *args, **kwargs), x, mesh=mesh, ratio=ratio)
+            checksums.end(posted, stock, (part, x), {})
             if out is None:
                 raise PlanError(f"rank {mesh.rank} returned no rows; this is a bug, please report it")
             return out

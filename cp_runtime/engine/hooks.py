@@ -11,12 +11,12 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
-from ..compat import not_compiled, not_compiled_itself
+from ..compat import not_compiled, not_compiled_itself, on_registration
 from ..errors import PlanError
 from ..nested import rebuild
 from .attention.opaque import COMPILING
 from .call import Planner, RunningCall
-from .plan import AttentionRule, ModulePlan, ShardingPlan, argument_names, find_modules, method_of
+from .plan import AttentionRule, ModulePlan, ShardingPlan, argument_names, argument_positions, find_modules, method_of
 from .ranks.mesh import SequenceMesh
 from .ranks.profiling import trace_range
 from .state import AttentionStreams
@@ -33,6 +33,7 @@ class InstalledPlan(Generic[PlanT]):
 
     Attributes:
         current: the running call.
+        outside: called where a planned module runs outside of calls.
         kept: values that transforms keep between calls, by transform; cleared when the plan is removed.
     """
 
@@ -41,11 +42,19 @@ class InstalledPlan(Generic[PlanT]):
         self.model, self.plan = model, plan
         self.current: RunningCall | None = None
         self.kept: dict[object, Any] = {}
-        self._undo: list[Callable[[], None]] = []
+        self.outside: Callable[[], None] = _do_nothing
+        self._undo: list[Callable[[], object]] = []
+        self._unhook: list[Callable[[], None]] = []
         self._paths: dict[nn.Module, tuple[str, ModulePlan | None]] = {}  # and plans of attending modules
         # `forward` runs the hooks of the model itself: torch would run them outside of `call`.
         self._enter_model: list[Callable[..., Any]] = []
         self._leave_model: list[Callable[..., Any]] = []
+        self._is_stale = False
+        self._install()
+
+    def _install(self) -> None:
+        """Put hooks on the modules that the plan's paths lead to."""
+        model, plan = self.model, self.plan
         with_attention: set[nn.Module] = set()
         for pattern, module_plan in plan.modules.items():
             for name, module in find_modules(model, pattern):
@@ -58,7 +67,7 @@ class InstalledPlan(Generic[PlanT]):
                 if plan.attention_rule is not None and of_forward and module_plan.only_attention:
                     self._hook_attention(name, module, _constant(module_plan.attention, module_plan.keys), module_plan)
                     continue
-                positions = {argument: i for i, argument in enumerate(argument_names(module, method_of(pattern)))}
+                positions = argument_positions(module, method_of(pattern))
                 inputs = []  # (keyword, position, transform, location for messages)
                 for argument, transform in module_plan.inputs.items():
                     parameter, keyword = argument.partition(".")[::2]
@@ -67,8 +76,8 @@ class InstalledPlan(Generic[PlanT]):
                 self._hook(module, enter, leave, method_of(pattern), on_all=True)
                 for local in module_plan.local:
                     for _, inner in find_modules(module, local):
-                        self._undo.append(inner.register_forward_pre_hook(partial(self._at_local, 1)).remove)
-                        self._undo.append(inner.register_forward_hook(partial(self._at_local, -1), prepend=True).remove)
+                        self._unhook.append(inner.register_forward_pre_hook(partial(self._at_local, 1)).remove)
+                        self._unhook.append(inner.register_forward_hook(partial(self._at_local, -1), prepend=True).remove)
         if plan.attention_rule is not None:
             for name, module in model.named_modules():
                 rule = plan.attention_rule(module)
@@ -120,16 +129,36 @@ class InstalledPlan(Generic[PlanT]):
             out = out if changed is None else changed
         return out
 
+    def follow(self) -> None:
+        """Have `refresh` find the modules at the plan's paths again where something was put into a module of the model."""
+        self.on_remove(on_registration(self, InstalledPlan._note_change))
+
+    def _note_change(self) -> None:
+        self._is_stale = True
+
+    def refresh(self) -> None:
+        """Move the hooks to the modules that are at the plan's paths now. Raises PlanError if there are none."""
+        if self._is_stale:
+            self._is_stale = False
+            self.plan.check(self.model)
+            self._remove_hooks()
+            self._install()
+
     def remove(self) -> None:
         """Remove the hooks, and call the functions given to `on_remove`."""
+        self._remove_hooks()
         while self._undo:
             self._undo.pop()()
+        self.kept.clear()
+
+    def _remove_hooks(self) -> None:
+        while self._unhook:
+            self._unhook.pop()()
         self._enter_model.clear()
         self._leave_model.clear()
-        self.kept.clear()
         self._paths.clear()
 
-    def on_remove(self, undo: Callable[[], None]) -> None:
+    def on_remove(self, undo: Callable[[], object]) -> None:
         self._undo.append(undo)
 
     def _hook(
@@ -146,7 +175,7 @@ class InstalledPlan(Generic[PlanT]):
         """
         enter, leave = (hook and self._in_call(hook, on_all) for hook in (enter, leave))
         if method != "forward":
-            self._undo.append(_hook_method(module, method, enter, leave))
+            self._unhook.append(_hook_method(module, method, enter, leave))
             return
         if module is self.model:
             self._enter_model += [not_compiled(enter)] if enter else []
@@ -154,18 +183,18 @@ class InstalledPlan(Generic[PlanT]):
             return
         # Not compiled, because they communicate with other ranks.
         if enter is not None:
-            self._undo.append(module.register_forward_pre_hook(not_compiled(enter), with_kwargs=True).remove)
+            self._unhook.append(module.register_forward_pre_hook(not_compiled(enter), with_kwargs=True).remove)
         if leave is not None:
             # In front of existing hooks: the last module entered is the first left, and other hooks see whole outputs.
-            self._undo.append(module.register_forward_hook(not_compiled(leave), prepend=True).remove)
+            self._unhook.append(module.register_forward_hook(not_compiled(leave), prepend=True).remove)
 
     def _hook_attention(self, name: str, module: nn.Module, rule: AttentionRule, own_plan: ModulePlan | None = None) -> None:
         """Run a rule before a module. `own_plan`: the plan of the module, if that is where the rule comes from."""
         # These hooks are shared by all modules with such arguments, as compiled code is, and find the plan by the module.
         self._paths[module], _plans[module] = (name, own_plan), ref(self)
         before, after = _attention_hooks(argument_names(module), rule, own_plan is not None)
-        self._undo.append(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-        self._undo.append(module.register_forward_hook(after, prepend=True).remove)
+        self._unhook.append(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+        self._unhook.append(module.register_forward_hook(after, prepend=True).remove)
 
     def enter_attention(self, rule: AttentionRule, module: nn.Module, arguments: Mapping[str, Any]) -> None:
         """Enter the candidate streams of a module's attention, in calls only."""
@@ -194,7 +223,9 @@ class InstalledPlan(Generic[PlanT]):
 
     def _in_call(self, hook: Callable[..., Any], on_all: bool) -> Callable[..., Any]:
         def run(*given: Any) -> Any:
-            return None if self.current is None or (self.current.state.on_all and not on_all) else hook(self.current, *given)
+            if self.current is None:
+                return self.outside()
+            return None if self.current.state.on_all and not on_all else hook(self.current, *given)
 
         return run
 
@@ -211,6 +242,9 @@ class InstalledPlan(Generic[PlanT]):
             self.current.enter_scope(())
         elif self.current is not None:
             self.current.leave_scope()
+
+
+def _do_nothing() -> None: ...
 
 
 _plans: WeakKeyDictionary[nn.Module, ref[InstalledPlan[Any]]] = WeakKeyDictionary()

@@ -102,7 +102,7 @@ class ShardingPlan:
                 method = method_of(pattern)
                 if not hasattr(module, method):
                     raise PlanError(f"{self.origin}: {name} ({type(module).__name__}) has no method {method!r}. {self.remedy}")
-                parameters = argument_names(module, method)
+                parameters = argument_positions(module, method)
                 for argument in plan.inputs:
                     if argument.partition(".")[0] not in parameters:
                         raise PlanError(
@@ -144,7 +144,17 @@ def _inside(module: nn.Module, part: str) -> list[tuple[str, nn.Module]]:
     """Return the children of a module that one component of a pattern matches."""
     children = module._modules
     names = [*children] if part == "*" else [name for name in [*children][-1:] if name.isdigit()] if part == "-1" else [part]
-    return [(name, child) for name in names if (child := children.get(name)) is not None]
+    found = [(name, child) for name in names if (child := children.get(name)) is not None]
+    if found or (wrapped := wrapped_module(module)) is None:
+        return found
+    return _inside(wrapped, part)
+
+
+def wrapped_module(module: nn.Module) -> nn.Module | None:
+    """Return the module that a wrapper, such as a layer of PEFT, runs with its own arguments; None for other modules."""
+    forward = type(module).forward
+    takes_any = forward is not nn.Module.forward and any(name.endswith("[0]") for name in _argument_names(forward))
+    return next(module.children(), None) if takes_any else None
 
 
 def method_of(pattern: str) -> str:
@@ -155,6 +165,13 @@ def method_of(pattern: str) -> str:
 def argument_names(module: nn.Module, method: str = "forward") -> tuple[str, ...]:
     """Return the argument names of a module's method, in order and without `self`; those of `*args` are `args[0]` and so on."""
     return _argument_names(getattr(type(module), method))
+
+
+def argument_positions(module: nn.Module, method: str = "forward") -> dict[str, int]:
+    """Return the position of each argument of a module's method, by name. Those of a wrapped module count, too."""
+    own = {name: place for place, name in enumerate(argument_names(module, method))}
+    wrapped = wrapped_module(module)
+    return own if wrapped is None or not hasattr(wrapped, method) else argument_positions(wrapped, method) | own
 
 
 @lru_cache(maxsize=1024)

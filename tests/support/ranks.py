@@ -33,7 +33,7 @@ SCRIPTS = ROOT / "tests" / "ranks"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
 DEVICE, BACKEND = "CP_TEST_DEVICE", "CP_TEST_BACKEND"
 COMFY = ("comfy.sd", "support.models", "family_stock")
-DIFFUSERS = ("diffusers_applying", "diffusers_tokens", "diffusers_checks", "diffusers_models")
+DIFFUSERS = ("diffusers_applying", "diffusers_changes", "diffusers_tokens", "diffusers_checks", "diffusers_models")
 """What scripts with ComfyUI or diffusers have imported for them."""
 
 _servers: dict[tuple[str, ...], preloaded.Server] = {}

@@ -322,11 +322,14 @@ class RankGroup:
         Pending(self, "all_gather", works, sent, whole[0], staged).wait()
         return [tensor.movedim(0, dim) for tensor in whole]
 
-    def gather_parts(self, part: Tensor, whole: Tensor) -> Pending:
-        """Gather equally long parts of all ranks, in rank order, into `whole` of `size * part.numel()` elements."""
+    def gather_parts(self, part: Tensor, whole: Tensor, kind: str = "weights") -> Pending:
+        """Gather equally long parts of all ranks, in rank order, into `whole` of `size * part.numel()` elements.
+
+        `kind`: name in statistics and traces.
+        """
         works: list[Any] = []
         staged: list[tuple[Tensor, Tensor]] = []
-        with trace_range("cp.weights"):
+        with trace_range("cp." + kind):
             if self.size == 1:
                 whole.copy_(part)
                 if whole.device.type != "cpu":  # no collective to wait for, and the waiter may use another stream
@@ -337,7 +340,7 @@ class RankGroup:
                     works = self._by_pairs(target.split(part.nbytes), [source] * self.size)
                 else:
                     works.append(dist.all_gather_into_tensor(target, source, group=self.group, async_op=True))
-        return Pending(self, "weights", works, part.nbytes * (self.size - 1), whole, staged)
+        return Pending(self, kind, works, part.nbytes * (self.size - 1), whole, staged)
 
     def largest(self, value: Tensor) -> Tensor:
         """Return the elementwise maximum over all ranks. `value` is contiguous, and may be overwritten."""

@@ -327,12 +327,13 @@ def degrees(mode: str, world: int) -> dict[str, Any]:
 CHECKS = (
     "applied_removed_applied", "configs", "meshes", "anything_off", "own_model", "own_model_marked_at_the_block", "out_of_reach",
     "text_left_out", "what_is_wrong_is_seen", "other_ways", "one_rank_alone", "other_inputs",
-    "batch_axis", "batch_axis_alone", "pipeline", "pipeline_itself", "fsdp",
+    "batch_axis", "batch_axis_alone", "pipeline", "pipeline_itself", "fsdp", "planned_modules_change",
 )  # fmt: skip
 # What is refused, and with which words, is the same on any number of ranks.
 ON_TWO_RANKS = (
     "applied_twice", "degrees_that_do_not_fit", "wrong_plans", "gradients", "unknown_tokens", "not_gathered", "backends",
-    "plans_that_say_too_little", "streams_in_no_order", "caches", "compiled", "errors_of_one_rank",
+    "plans_that_say_too_little", "streams_in_no_order", "caches", "compiled", "errors_of_one_rank", "wrapped_before",
+    "later_inputs", "weights_of_one_rank", "wrapped_forwards",
 )  # fmt: skip
 ON_TWO_AXES = ("configs", "meshes", "other_ways", "batch_axis", "batch_axis_alone", "fsdp")
 

@@ -4,6 +4,7 @@ import traceback
 
 import diffusers_applying
 import diffusers_caches
+import diffusers_changes
 import diffusers_checks
 import diffusers_tokens
 import torch
@@ -52,7 +53,13 @@ with torch.inference_mode():
                 except Exception as error:  # noqa: BLE001  (the other cases still count)
                     report(case=case.name, mode=mode, difference=float("inf"), error=f"{type(error).__name__}: {error}")
             remove_context_parallel(model, plan_of(model))
-    checks = vars(diffusers_applying) | vars(diffusers_caches) | vars(diffusers_tokens) | vars(diffusers_checks)
+    checks = (
+        vars(diffusers_applying)
+        | vars(diffusers_caches)
+        | vars(diffusers_changes)
+        | vars(diffusers_tokens)
+        | vars(diffusers_checks)
+    )
     for name in checks_on(world):
         error = None
         try:
