@@ -32,11 +32,14 @@ def global_hooks() -> tuple[dict[int, Any], dict[int, Any]]:
     return nn.modules.module._global_forward_pre_hooks, nn.modules.module._global_forward_hooks
 
 
-_followers: WeakKeyDictionary[Any, Callable[[Any], None]] = WeakKeyDictionary()
+_followers: WeakKeyDictionary[Any, Callable[[Any, nn.Module, str, Any], None]] = WeakKeyDictionary()
 
 
-def on_registration(owner: Owner, tell: Callable[[Owner], None]) -> Callable[[], object]:
-    """Call `tell` with the owner when a module or a parameter is put into any module of this process, as long as the owner lives.
+def on_registration(owner: Owner, tell: Callable[[Owner, nn.Module, str, Any], None]) -> Callable[[], object]:
+    """Call `tell` before a module or a parameter is put into any module of this process, as long as the owner lives.
+
+    Args:
+        tell: gets the owner, the module, the name, and what is put there.
 
     Returns:
         A function that ends it.
@@ -48,9 +51,9 @@ def on_registration(owner: Owner, tell: Callable[[Owner], None]) -> Callable[[],
 
 @cache
 def _follow_registrations() -> None:
-    def put(*_: object) -> None:
+    def put(parent: nn.Module, name: str, value: object) -> None:
         for owner, tell in _followers.items():
-            tell(owner)
+            tell(owner, parent, name, value)
 
     nn.modules.module.register_module_module_registration_hook(put)
     nn.modules.module.register_module_parameter_registration_hook(put)
@@ -202,11 +205,20 @@ def not_compiled_itself(function: Function) -> Function:
 
 def frames_are_compiled() -> bool:
     """Return whether torch's compiler looks at every function that is called here, as inside of a compiled model."""
+    return callable(_frame_compiler())
+
+
+def one_graph_is_asked_for() -> bool:
+    """Return whether that compiler was told not to break graphs."""
+    return bool(getattr(_frame_compiler(), "_one_graph", False))
+
+
+def _frame_compiler() -> object:
     with suppress(ImportError, AttributeError):
         from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
-        return callable(get_eval_frame_callback())
-    return False
+        return get_eval_frame_callback()
+    return None
 
 
 def uncompiled(module: nn.Module) -> nn.Module:

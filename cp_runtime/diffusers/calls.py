@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..compat import attention_backend_of, not_compiled, not_compiled_itself
+from ..compat import attention_backend_of, not_compiled, not_compiled_itself, one_graph_is_asked_for
 from ..engine.attention.opaque import serving
 from ..engine.hooks import InstalledPlan
 from ..engine.plan import ModulePlan, ShardingPlan, argument_names
@@ -83,6 +83,7 @@ class ShardedCalls:
         self._processors = [inner for inner in module.modules() if hasattr(inner, "processor")]
         self._names, self._whole = argument_names(module), for_all_items(module, installed.plan.modules.get(""))
         self._forms: set[object] = set()
+        self._attended: object = None  # backends and processors of the last call
         self.forward: Callable[..., Any] | None = None
         self._calls, self._is_running, self._is_removed, self._was_alone = 0, False, False, False
         self._checksums = Checksums(module, mesh.whole, always=check_inputs)
@@ -124,11 +125,21 @@ class ShardedCalls:
     def _call(self, called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = type(self._module).__name__
         _check_call(called, self._module, self._mesh)
+        if one_graph_is_asked_for():
+            raise bad_value(
+                f"fullgraph for the whole {name}",
+                True,
+                "False, since tokens are split and gathered between graphs",
+                "Compile its blocks: model.compile_repeated_blocks(fullgraph=True).",
+            )
         self.installed.refresh()
         posted = self._checksums.begin(self._stock, args, kwargs, _mode_error(self._module))
         backends = tuple(attention_backend_of(attention.processor) for attention in self._processors)
-        form = (form_of(args), form_of(kwargs), backends, *(type(attention.processor) for attention in self._processors))
+        attention = (backends, *(type(attention.processor) for attention in self._processors))
+        form = (form_of(args), form_of(kwargs), attention)
         first = form not in self._forms
+        # What has attended before may leave it out on purpose, as where a step cache keeps what blocks returned.
+        self._is_new = attention != self._attended or not self._processors
         if first:
             _check_backends(name, backends)
         if first and self._in_step:
@@ -140,7 +151,7 @@ class ShardedCalls:
         if len(self._forms) == FORMS:
             self._forms.clear()
         self._forms.add(form)
-        self._calls += 1
+        self._calls, self._attended = self._calls + 1, attention
         self._checksums.end(posted, self._stock, args, kwargs)
         return out
 
@@ -166,7 +177,7 @@ class ShardedCalls:
             shared_attention(call, self._mesh.whole, partial(enabled_caches, self._module)) as shared,
             serving(shared.answer),
         ):
-            call.ask, call.expects_attention = ask, ask is not None  # what is cached later does not attend
+            call.ask, call.expects_attention = ask, ask is not None and self._is_new
             out = installed.forward(self._stock, *args, **kwargs)
         if share is None:
             return out
@@ -178,9 +189,15 @@ class ShardedCalls:
         self, batch: BatchMesh, sequence: SequenceMesh, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[BatchSlice | None, SequenceMesh, ContextParallelConfig, tuple[Any, ...], Mapping[str, Any]]:
         """Return this group's slice of the batch, its ranks, degrees and arguments; no slice, and `sequence`, if all share it."""
-        share = BatchSlice.of(batch, self._config.batch_degree, args, kwargs)
+        batch_degree = self._config.batch_degree
+        share = BatchSlice.of(batch, batch_degree, args, kwargs)
         if share is None:
             return None, sequence, self._config.of_all_ranks, args, kwargs
+        if joins_items(self._module):
+            raise PlanError(
+                f"{type(self._module).__name__}: FasterCache makes one half of CFG from the other, and batch_degree={batch_degree} "
+                "gives them to different ranks. Set batch_degree=1, or FasterCacheConfig(is_guidance_distilled=True)."
+            )
         return share, share.sequence, self._config, *share.take_call(args, kwargs, self._names, self._whole)
 
 
@@ -228,6 +245,13 @@ def enabled_caches(module: nn.Module) -> str:
     """Return the names of diffusers' cache hooks on a module's parts; empty if there are none."""
     names = {name for part in module.modules() if (hooks := vars(part).get("_diffusers_hook")) is not None for name in hooks.hooks}
     return ", ".join(sorted(name for name in names if "cache" in name or "broadcast" in name or name.startswith("fbc")))
+
+
+def joins_items(module: nn.Module) -> bool:
+    """Return whether diffusers' FasterCache makes some items of the batch from others."""
+    registry = vars(module).get("_diffusers_hook")
+    cache = None if registry is None else registry.hooks.get("faster_cache_denoiser")
+    return cache is not None and not cache.is_guidance_distilled
 
 
 class BatchSlice:

@@ -134,7 +134,7 @@ class Weights:
     def module(self) -> nn.Module | None:
         return self._module()
 
-    def _note_change(self) -> None:
+    def _note_change(self, *_: object) -> None:
         self._is_stale = True
 
     def number(self, device: torch.device) -> Tensor:

@@ -34,6 +34,8 @@ _TEXT_FIRST, _IMAGE_FIRST = (ENCODER, HIDDEN), (HIDDEN, ENCODER)
 _TOKENS, _TOKENS_OUT = ContextParallelInput(1, 3), ContextParallelInput(1, 4, split_output=True)
 _POSITIONS_OUT = ContextParallelInput(0, 2, split_output=True)
 _IMAGE_POSITIONS = {"image_rotary_emb": ContextParallelInput(0, 2, streams=(HIDDEN,), side=True)}
+_OF_IMAGE = ContextParallelInput(1, 3, streams=(HIDDEN,))  # such as residuals of ControlNets, one or a list
+_FLUX = {"": {"controlnet_block_samples": _OF_IMAGE, "controlnet_single_block_samples": _OF_IMAGE}}
 _WHOLE = ModulePlan(attention=())
 _GATHERED = {"proj_out": ContextParallelOutput(1, 3)}
 _JOINT = {"transformer_blocks.0": {HIDDEN: _TOKENS, ENCODER: _TOKENS}, **_GATHERED}
@@ -45,23 +47,27 @@ _FIRST_FRAME = ModulePlan(
 )
 _WAN_ROPE = {"rope": {0: _TOKENS_OUT, 1: _TOKENS_OUT}}
 # Every rank has all of the audio, a fiftieth of the video; only its attention to the video is shared.
+_TOKEN_STEPS = ContextParallelInput(1, 2, streams=(HIDDEN,))
+_SPLIT_ROPE = {i: ContextParallelInput(-2, split_output=True) for i in (0, 1)}  # with heads in front of the tokens, or without
 _LTX_2: Table = {
     "": {
-        "timestep": ContextParallelInput(1, 2, streams=(HIDDEN,)),
+        "timestep": _TOKEN_STEPS,
+        "video_keyframes_mask": _OF_IMAGE,
         AUDIO: ContextParallelInput(1, 3, streams=(AUDIO,), replicated=True),
     },
-    "cross_attn_rope": {i: ContextParallelInput(1, 3, split_output=True) for i in (0, 1)},
+    "rope": _SPLIT_ROPE,
+    "cross_attn_rope": _SPLIT_ROPE,
     "transformer_blocks.*.audio_attn1": _WHOLE,
     "transformer_blocks.*.audio_attn2": _WHOLE,
     "transformer_blocks.*.audio_to_video_attn": _WHOLE,
     "transformer_blocks.*.video_to_audio_attn": ModulePlan(attention=(AUDIO,), keys=(HIDDEN,)),
 }
 CLASSES: Mapping[str, Known] = {
-    "FluxTransformer2DModel": Known(_TEXT_FIRST, staged=True),
+    "FluxTransformer2DModel": Known(_TEXT_FIRST, _FLUX, staged=True),
     "Flux2Transformer2DModel": Known(_TEXT_FIRST),
-    "QwenImageTransformer2DModel": Known(_TEXT_FIRST),
+    "QwenImageTransformer2DModel": Known(_TEXT_FIRST, {"": {"controlnet_block_samples": _OF_IMAGE}}),
     "CogVideoXTransformer3DModel": Known(_TEXT_FIRST, {**_JOINT, "transformer_blocks.*": _IMAGE_POSITIONS}),
-    "SD3Transformer2DModel": Known(_IMAGE_FIRST, _JOINT, staged=True),
+    "SD3Transformer2DModel": Known(_IMAGE_FIRST, {"": {"block_controlnet_hidden_states": _OF_IMAGE}, **_JOINT}, staged=True),
     "HunyuanVideoTransformer3DModel": Known(
         _IMAGE_FIRST,
         {**_JOINT, **_ROPE, "transformer_blocks.*": _FIRST_FRAME, "single_transformer_blocks.*": _FIRST_FRAME},
@@ -73,13 +79,15 @@ CLASSES: Mapping[str, Known] = {
     "WanTransformer3DModel": Known(staged=True),
     "ChronoEditTransformer3DModel": Known(),
     "HeliosTransformer3DModel": Known(),
-    "LTXVideoTransformer3DModel": Known(),
+    "LTXVideoTransformer3DModel": Known((), {"": {"timestep": _TOKEN_STEPS}}),
     "LTX2VideoTransformer3DModel": Known((), _LTX_2),
     "MiniMaxH3Transformer3DModel": Known(),
     "PixArtTransformer2DModel": Known((), {"transformer_blocks.0": {HIDDEN: _TOKENS}, **_GATHERED}, staged=True),
     "HunyuanDiT2DModel": Known(
         (),
         {
+            "": {"controlnet_block_samples": _OF_IMAGE},
+            "time_extra_emb": _WHOLE,
             "blocks.0": {HIDDEN: _TOKENS},
             "blocks.*": _IMAGE_POSITIONS,
             **_GATHERED,
@@ -91,7 +99,7 @@ CLASSES: Mapping[str, Known] = {
         (),
         {
             **_WAN_ROPE,
-            "vace_blocks.0": {HIDDEN: _TOKENS, "control_hidden_states": ContextParallelInput(1, 3, streams=(HIDDEN,))},
+            "vace_blocks.0": {HIDDEN: _TOKENS, "control_hidden_states": _OF_IMAGE},
             "blocks.0": {HIDDEN: _TOKENS},
             **_GATHERED,
         },
@@ -121,7 +129,7 @@ def own_table(module: nn.Module) -> Table | None:
     if found is None or "_cp_plan" in vars(module):
         return theirs or None
     both = {path: {**theirs[path], **found.table[path]} for path in theirs.keys() & found.table.keys() if path == ""}
-    return {**found.table, **theirs, **both} or None
+    return {**theirs, **found.table, **both} or None
 
 
 def is_proven(module: nn.Module, plan: object) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..compat import before_apply
 from ..engine.ranks.mesh import SequenceMesh
 from ..engine.weights.files import mapped_tensors
+from ..engine.weights.packing import AbsentWeight
 from ..engine.weights.sharded import ShardedWeights
 from ..errors import ConfigError, PlanError, bad_value
 from .agreement import device_of
@@ -201,5 +202,8 @@ def _check_shardable(model: nn.Module) -> None:
             )
 
 
-def _refuse_to_load(module: nn.Module, *_: Any) -> None:
-    raise PlanError(f"load_state_dict of a {type(module).__name__} of which every rank keeps a part. {REMEDY}")
+def _refuse_to_load(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
+    """Refuse weights for what every rank keeps a part of. Others, such as those of a LoRA, are loaded whole on each."""
+    parts = [name for name, weight in module.named_parameters(prefix.rstrip(".")) if isinstance(weight, AbsentWeight)]
+    if given := [name for name in parts if name in state_dict]:
+        raise PlanError(f"load_state_dict of {_some(given)}, of which every rank keeps a part. {REMEDY}")

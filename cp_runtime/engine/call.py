@@ -71,7 +71,7 @@ class RunningCall:
         state: streams, lengths and layouts.
         ask: called before the ranks exchange tokens; if set, they also compare masks, for which they wait for the device.
         in_joint_order: attention functions get all tokens in the order of one process: some depend on positions.
-        expects_attention: missing an attention that should be shared is an error.
+        expects_attention: it is an error if none is shared.
         blocks: runs blocks on this rank's tokens inside code that has all of them.
         entered: the blocks that run so now, by name.
     """
@@ -157,9 +157,9 @@ class RunningCall:
         return self.state.knows(streams[0]) and self.state.knows(streams[1])
 
     @property
-    def has_missed_attention(self) -> bool:
-        """Whether attention in this scope had to be shared, but none reached `attend`."""
-        return self.expects_attention and self.scope.shared_before == self._shared and not self.attention_is_local
+    def has_attended(self) -> bool:
+        """Whether an attention in this scope was shared."""
+        return self.scope.shared_before < self._shared
 
     def local(self, transform: Transform, value: Any, where: str) -> Any:
         """Return this rank's shard of a value; all of it before anything is split, as when a patch skips the first blocks."""

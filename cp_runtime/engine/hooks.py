@@ -49,12 +49,17 @@ class InstalledPlan(Generic[PlanT]):
         # `forward` runs the hooks of the model itself: torch would run them outside of `call`.
         self._enter_model: list[Callable[..., Any]] = []
         self._leave_model: list[Callable[..., Any]] = []
+        self._attending: set[tuple[type, type]] = set()  # classes of modules, and of what attends in them
+        self._missed: dict[tuple[type, type], str] = {}  # in the running call
+        self._parents: set[nn.Module] = set()  # of planned modules, and theirs
         self._is_stale = False
         self._install()
 
     def _install(self) -> None:
         """Put hooks on the modules that the plan's paths lead to."""
         model, plan = self.model, self.plan
+        planned = {path for pattern in (*plan.modules, *plan.outputs) for path, _ in find_modules(model, pattern)}
+        self._parents = {model.get_submodule(above) for path in planned for above in _paths_above(path)}
         with_attention: set[nn.Module] = set()
         for pattern, module_plan in plan.modules.items():
             for name, module in find_modules(model, pattern):
@@ -113,9 +118,11 @@ class InstalledPlan(Generic[PlanT]):
         with trace_range("cp.call"), weights.call() if weights is not None else nullcontext():
             try:
                 yield call
+                self._check_missed()
                 call.check_attention()
             finally:
                 self.current = None
+                self._missed.clear()
                 call.close()
 
     @not_compiled_itself
@@ -133,16 +140,24 @@ class InstalledPlan(Generic[PlanT]):
         """Have `refresh` find the modules at the plan's paths again where something was put into a module of the model."""
         self.on_remove(on_registration(self, InstalledPlan._note_change))
 
-    def _note_change(self) -> None:
+    def _note_change(self, parent: nn.Module, name: str, value: object) -> None:
         self._is_stale = True
+        if self.current is not None and value is not parent._modules.get(name) and parent in self._parents:
+            # A forward that runs puts other blocks into its model, as caches do. torch does so itself after this.
+            parent._modules[name] = value if isinstance(value, nn.Module) else None
+            self._find_again()
 
+    @not_compiled
     def refresh(self) -> None:
         """Move the hooks to the modules that are at the plan's paths now. Raises PlanError if there are none."""
         if self._is_stale:
             self._is_stale = False
-            self.plan.check(self.model)
-            self._remove_hooks()
-            self._install()
+            self._find_again()
+
+    def _find_again(self) -> None:
+        self.plan.check(self.model)
+        self._remove_hooks()
+        self._install()
 
     def remove(self) -> None:
         """Remove the hooks, and call the functions given to `on_remove`."""
@@ -209,17 +224,29 @@ class InstalledPlan(Generic[PlanT]):
             self.current.enter_scope(scope.streams, name=path, by_plan=scope.by_plan)
 
     def leave_attention(self, module: nn.Module) -> None:
-        """Leave a module that attends. Raises PlanError: its attention had to be shared, and was not."""
-        if self.current is None:
+        """Leave a module that attends. Note whether its attention was shared, or had to be and was not."""
+        call = self.current
+        if call is None:
             return
         path, own_plan = self._paths[module]
-        missed = own_plan is None and self.current.has_missed_attention
-        self.current.leave_scope()
-        if missed:
-            raise PlanError(
-                f"{path} ({type(module).__name__}) did not attend through torch's scaled_dot_product_attention, so "
-                'its attention was not shared. Use the attention backend "native": model.set_attention_backend("native").'
-            )
+        by = getattr(module, "processor", module)
+        if call.has_attended:
+            self._attending.add((type(module), type(by)))
+        elif own_plan is None and not call.attention_is_local:
+            self._missed.setdefault((type(module), type(by)), path)
+        call.leave_scope()
+
+    def _check_missed(self) -> None:
+        """Raise PlanError if modules attended out of reach: those of a kind of which none has ever attended through torch's
+        function. Others left their attention out on purpose, such as for a step cache, or for guidance by skipped layers."""
+        missed, self._missed = self._missed, {}
+        for (kind, by), path in missed.items():
+            if (kind, by) not in self._attending:
+                raise PlanError(
+                    f"{path} ({kind.__name__}) did not attend through torch's scaled_dot_product_attention, but by {by.__name__}, "
+                    "so its attention was not shared. Use the class's own processor, and the attention backend "
+                    '"native": model.set_attention_backend("native").'
+                )
 
     def _in_call(self, hook: Callable[..., Any], on_all: bool) -> Callable[..., Any]:
         def run(*given: Any) -> Any:
@@ -245,6 +272,12 @@ class InstalledPlan(Generic[PlanT]):
 
 
 def _do_nothing() -> None: ...
+
+
+def _paths_above(path: str) -> Iterator[str]:
+    while path:
+        path = path.rpartition(".")[0]
+        yield path
 
 
 _plans: WeakKeyDictionary[nn.Module, ref[InstalledPlan[Any]]] = WeakKeyDictionary()

@@ -141,20 +141,27 @@ def find_modules(root: nn.Module, pattern: str, prefix: str = "", remedy: str = 
 
 
 def _inside(module: nn.Module, part: str) -> list[tuple[str, nn.Module]]:
-    """Return the children of a module that one component of a pattern matches."""
+    """Return the children of a module that one component of a pattern matches, and with `*` what they wrap if that is a list."""
     children = module._modules
     names = [*children] if part == "*" else [name for name in [*children][-1:] if name.isdigit()] if part == "-1" else [part]
     found = [(name, child) for name in names if (child := children.get(name)) is not None]
-    if found or (wrapped := wrapped_module(module)) is None:
-        return found
-    return _inside(wrapped, part)
+    if part == "*":
+        several = [(f"{name}.{inner}", each) for name, child in found for inner, each in wrapped_modules(child) if "." in inner]
+        return found + several
+    wrapped = [] if found else wrapped_modules(module)[:1]
+    return found + [(f"{name}.{inner}", each) for name, one in wrapped for inner, each in _inside(one, part)]
 
 
-def wrapped_module(module: nn.Module) -> nn.Module | None:
-    """Return the module that a wrapper, such as a layer of PEFT, runs with its own arguments; None for other modules."""
+def wrapped_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return what a wrapper runs with its own arguments: a module, as layers of PEFT do, or those of a list, as caches do."""
     forward = type(module).forward
-    takes_any = forward is not nn.Module.forward and any(name.endswith("[0]") for name in _argument_names(forward))
-    return next(module.children(), None) if takes_any else None
+    if forward is nn.Module.forward or not any(name.endswith("[0]") for name in _argument_names(forward)):
+        return []
+    # Some have the whole model beside what they wrap.
+    name, child = next(((name, each) for name, each in module.named_children() if module not in {*each.modules()}), ("", None))
+    if isinstance(child, nn.ModuleList):
+        return [(f"{name}.{number}", each) for number, each in child.named_children()]
+    return [] if child is None else [(name, child)]
 
 
 def method_of(pattern: str) -> str:
@@ -170,8 +177,8 @@ def argument_names(module: nn.Module, method: str = "forward") -> tuple[str, ...
 def argument_positions(module: nn.Module, method: str = "forward") -> dict[str, int]:
     """Return the position of each argument of a module's method, by name. Those of a wrapped module count, too."""
     own = {name: place for place, name in enumerate(argument_names(module, method))}
-    wrapped = wrapped_module(module)
-    return own if wrapped is None or not hasattr(wrapped, method) else argument_positions(wrapped, method) | own
+    inner = [each for _, each in wrapped_modules(module)[:1] if hasattr(each, method)]
+    return argument_positions(inner[0], method) | own if inner else own
 
 
 @lru_cache(maxsize=1024)

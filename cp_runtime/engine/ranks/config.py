@@ -218,13 +218,12 @@ class ContextParallelConfig(_NotOfDiffusers):
     def of(cls, config: Any) -> ContextParallelConfig:
         """Convert a config of this package or of diffusers, bare or inside a ParallelConfig. Raises ConfigError for anything else,
         and for another parallelism."""
-        if isinstance(config, ParallelConfig):
+        if not isinstance(config, _NotOfDiffusers) and getattr(config, "tensor_parallel_config", None) is not None:
+            raise bad_value("tensor_parallel_config", "a TensorParallelConfig", "None", "Apply one kind of parallelism here.")
+        if hasattr(config, "context_parallel_config"):
             config = config.context_parallel_config or cls()
         if isinstance(config, cls):
             return config
-        if getattr(config, "tensor_parallel_config", None) is not None:
-            raise bad_value("tensor_parallel_config", "a TensorParallelConfig", "None", "Apply one kind of parallelism here.")
-        config = getattr(config, "context_parallel_config", config)
         try:
             theirs = [f.name for f in dataclasses.fields(cls) if f.name not in NOT_OF_DIFFUSERS]
             return cls(**{name: getattr(config, name) for name in theirs})

@@ -225,6 +225,12 @@ with torch.no_grad():
         check(f"moved to where it is {moment}", model.to("cpu") is model)
         check(f"the same output {moment}", torch.equal(model(x), expected))
     adapt(model), adapt(plain)
+    lora = {name: weight * 2 for name, weight in plain.state_dict().items() if name.endswith(("down.weight", "up.weight"))}
+    for assign in (False, True):
+        load = partial(model.load_state_dict, strict=False, assign=assign)
+        check(f"its weights are loaded {assign}", not load(lora).unexpected_keys and plain.load_state_dict(lora, strict=False))
+        named = {**lora, "blocks.0.mlp.0.weight": other["blocks.0.mlp.0.weight"]}
+        check(f"others are not {assign}", refused(load, PlanError, "load_state_dict of ", given=named))
     check("a LoRA beside it", torch.equal(model(x), plain(x)) and not torch.equal(model(x), expected))
     shared.remove()
     remove_context_parallel(plain)

@@ -52,7 +52,7 @@ def configs(rank: int, world: int) -> None:
     ring = diffusers.ContextParallelConfig(ring_degree=world, ring_anything=True)
     wrapped = ParallelConfig(context_parallel_config=ContextParallelConfig(ring_degree=world, **ANYTHING))
     theirs_wrapped = diffusers.ParallelConfig(context_parallel_config=theirs)
-    for config in (ours, wrapped, prepared, theirs, ring, theirs_wrapped):
+    for config in (ours, wrapped, prepared, theirs, ring, theirs_wrapped, diffusers.ParallelConfig()):
         same(model, config, inputs, expected, config, plan)
 
 

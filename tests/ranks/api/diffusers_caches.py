@@ -1,12 +1,13 @@
 """diffusers' step caches and compiled blocks on a model that is context parallel. Each check runs on every rank."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import diffusers
 import torch
 from diffusers.hooks import apply_first_block_cache
-from diffusers_cases import MODES, degrees, flux, ltx, ltx_2, normal, qwen, wan
+from diffusers_cases import MODES, cogvideox, degrees, flux, ltx, ltx_2, ltx_2_3, normal, qwen, wan
 from diffusers_models import ANYTHING, build, close, forward, model_of, refused, relative
 from support.faults import SOAK
 from torch import Tensor, nn
@@ -119,6 +120,62 @@ def caches(rank: int, world: int) -> None:
     assert idle == [("wan t2v", "taylor"), ("ltx", "taylor")], idle
 
 
+def both_halves_cached(rank: int, world: int) -> None:
+    """FasterCache with both halves of CFG in a call, one of which it leaves out: in calls of a new form, without attention."""
+    for name, make in (("wan t2v", wan), ("cogvideox", cogvideox)):
+        model = model_of(name)
+        cache = diffusers.FasterCacheConfig(
+            spatial_attention_block_skip_range=2, spatial_attention_timestep_skip_range=(-1, 901), unconditional_batch_skip_range=2,
+            unconditional_batch_timestep_skip_range=(-1, 901), current_timestep_callback=_at,
+            attention_weight_callback=lambda _: 0.5,
+            tensor_format="BFCHW" if name == "cogvideox" else "BCFHW",
+        )  # fmt: skip
+        model.enable_cache(cache)
+        expected = _steps(model, partial(make, batch=2))
+        _disable(model)
+        for degree in (dict(ulysses_degree=world), dict(batch_degree=world)):
+            model.enable_cache(cache)
+            apply_context_parallel(model, ContextParallelConfig(**degree, **ANYTHING))
+            if "batch_degree" in degree:
+                refused(lambda: _steps(model, partial(make, batch=2)), "FasterCache", "batch_degree=1")  # noqa: B023
+            else:
+                for step, (found, wanted) in enumerate(zip(_steps(model, partial(make, batch=2)), expected, strict=True)):
+                    close(relative(found, wanted), (name, step))
+            remove_context_parallel(model)
+            _disable(model)
+
+
+def left_out_on_purpose(rank: int, world: int) -> None:
+    """Blocks whose attention guidance leaves out, in the first call of all and in later ones."""
+    model, inputs = build("ltx 2.3"), ltx_2_3()
+    guided = [dict(spatio_temporal_guidance_blocks=blocks, perturbation_mask=torch.zeros(1)) for blocks in ([1], [0], [0, 1])]
+    calls = [{**inputs, **more} for more in (*guided, {}, *guided)]
+    expected = [forward(model, call) for call in calls]
+    apply_context_parallel(model, ContextParallelConfig(ulysses_degree=world, **ANYTHING))
+    for number, (call, wanted) in enumerate(zip(calls, expected, strict=True)):
+        close(relative(forward(model, call), wanted), number)
+
+
+class BesideTorch:
+    """A processor that attends by another function than torch's."""
+
+    def __call__(self, attn: nn.Module, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, *_: Any) -> Any:
+        q, k, v = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
+        out = attn.to_out[0]((q @ k.mT).softmax(-1) @ v)
+        return out if encoder_hidden_states is None else (out, encoder_hidden_states)
+
+
+def attended_another_way(rank: int, world: int) -> None:
+    """It is refused by its name, in the first call and in later ones, also where another call has attended."""
+    for called in (False, True):
+        model = build("flux")
+        apply_context_parallel(model, ContextParallelConfig(ulysses_degree=world, **ANYTHING))
+        if called:
+            forward(model, flux())
+        model.transformer_blocks[1].attn.processor = BesideTorch()
+        refused(partial(forward, model, flux()), "transformer_blocks.1.attn", "but by BesideTorch", 'backend "native"')
+
+
 def compiled(rank: int, world: int) -> None:
     """Blocks compile into as many graphs as alone, without a break, before applying and after; a whole model breaks at gathers."""
     cases = {"flux": flux, "ltx 2": lambda: ltx_2(isolate_modalities=False)}
@@ -143,3 +200,4 @@ def compiled(rank: int, world: int) -> None:
             graphs[kind] = counts["graphs"]
             assert kind == "whole" or graphs[kind] == graphs["alone"], (name, graphs)
             assert counts["breaks"] <= 4 * (kind == "whole"), (name, kind, counts)
+    refused(partial(torch.compile(model, fullgraph=True, backend="eager"), **flux()), "compile_repeated_blocks(fullgraph=True)")

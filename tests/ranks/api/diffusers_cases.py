@@ -90,6 +90,21 @@ def ltx_2(batch: int = 1, audio: int = 5, **extra: Any) -> dict[str, Any]:
     return {**call, **extra}
 
 
+def ltx_2_3(batch: int = 1, audio: int = 5, **extra: Any) -> dict[str, Any]:
+    """As its pipelines call it: the text is projected before, and other numbers modulate attention between video and audio."""
+    call = ltx_2(batch, audio, isolate_modalities=False)
+    call |= dict(
+        encoder_hidden_states=normal(batch, 7, 48), audio_encoder_hidden_states=normal(batch, 6, 32),
+        sigma=torch.linspace(300.0, 900.0, batch), use_cross_timestep=True,
+    )  # fmt: skip
+    return call | extra
+
+
+def token_steps(batch: int, tokens: int, audio: int) -> dict[str, Any]:
+    """Noise levels of video from an image: one per token of the video and of the audio."""
+    return dict(timestep=token_timesteps(batch, tokens), audio_timestep=token_timesteps(batch, audio))
+
+
 def helios(history: bool = False, batch: int = 1, **extra: Any) -> dict[str, Any]:
     call = wan(batch=batch, height=8, width=12, **extra)
     if history:
@@ -115,12 +130,12 @@ def minimax(batch: int = 1, video: int = 20, audio: int = 6, text: int = 7) -> d
     )  # fmt: skip
 
 
-def hunyuan(batch: int = 1, text: int = 7, valid: tuple[int, ...] = (4,), width: int = 10) -> dict[str, Any]:
+def hunyuan(batch: int = 1, text: int = 7, valid: tuple[int, ...] = (4,), width: int = 10, **extra: Any) -> dict[str, Any]:
     return dict(
         hidden_states=normal(batch, 4, 3, 6, width), timestep=torch.linspace(300.0, 900.0, batch),
         encoder_hidden_states=normal(batch, text, 24), encoder_attention_mask=padding(*valid, length=text).long(),
         pooled_projections=normal(batch, 12), guidance=torch.full((batch,), 3500.0),
-    )  # fmt: skip
+    ) | extra  # fmt: skip
 
 
 def hunyuan_image(batch: int = 1, text: int = 7, valid: tuple[int, ...] = (4,)) -> dict[str, Any]:
@@ -160,9 +175,23 @@ def pixart(batch: int = 1, valid: tuple[int, ...] = (4,)) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def flux_controlnet(batch: int = 1, height: int = 6) -> dict[str, Any]:
-    residuals = [normal(batch, height * 5, 64, seed=seed) for seed in (1, 2, 3)]
-    return flux(batch, height, controlnet_block_samples=residuals[:2], controlnet_single_block_samples=residuals[2:])
+def hunyuan_dit(batch: int = 1, **extra: Any) -> dict[str, Any]:
+    return dict(
+        hidden_states=normal(batch, 4, 12, 10), timestep=torch.full((batch,), 300.0), encoder_hidden_states=normal(batch, 5, 24),
+        text_embedding_mask=padding(3, length=5).long().expand(batch, -1), encoder_hidden_states_t5=normal(batch, 6, 16),
+        text_embedding_mask_t5=torch.ones(batch, 6).long(), image_rotary_emb=(normal(30, 12), normal(30, 12, seed=1)),
+        image_meta_size=torch.tensor([[96.0, 80.0, 96.0, 80.0, 0.0, 0.0]]).expand(batch, -1), style=torch.zeros(batch).long(),
+    ) | extra  # fmt: skip
+
+
+def residuals(count: int, batch: int = 1, tokens: int = 30, channels: int = 64) -> list[Tensor]:
+    """Those of a ControlNet, for every block or for several in turn."""
+    return [normal(batch, tokens, channels, seed=seed) for seed in range(1, count + 1)]
+
+
+def flux_controlnet(batch: int = 1, height: int = 6, **extra: Any) -> dict[str, Any]:
+    found = residuals(3, batch, height * 5)
+    return flux(batch, height, controlnet_block_samples=found[:2], controlnet_single_block_samples=found[2:], **extra)
 
 
 def wan_vace(batch: int = 1, **shape: int) -> dict[str, Any]:
@@ -209,6 +238,8 @@ CASES = [
     Case("flux three image tokens", "flux", lambda: flux(height=1, width=3, text=6)),
     Case("flux 3 heads", "flux 3 heads", flux),
     Case("flux 1 head", "flux 1 head", lambda: flux(text=3)),
+    Case("flux schnell", "flux schnell", lambda: flux(guidance=None)),
+    Case("flux 2 klein", "flux 2 klein", lambda: {**flux_2(), "guidance": None}),
     Case("flux 2", "flux 2", flux_2),
     Case("flux 2 batch 2 two text tokens", "flux 2", lambda: flux_2(batch=2, height=5, text=2)),
     Case("qwen", "qwen", qwen),
@@ -226,6 +257,8 @@ CASES = [
     Case("qwen edit", "qwen edit", lambda: qwen(images=((6, 5), (3, 4)))),
     Case("qwen edit mask batch 2", "qwen edit",
         lambda: qwen(batch=2, images=((5, 5), (3, 4)), encoder_hidden_states_mask=padding(2, 6, length=7)), QWEN_MASK),
+    Case("qwen layered", "qwen layered",
+        lambda: qwen(images=((3, 4), (3, 4), (3, 4), (3, 4)), additional_t_cond=torch.tensor([0]))),
     Case("wan t2v", "wan t2v", wan),
     Case("wan t2v batch 2 odd", "wan t2v", lambda: wan(batch=2, frames=3, height=6, width=6, text=5)),
     Case("wan one frame one text token", "wan t2v", lambda: wan(frames=1, text=1)),
@@ -237,6 +270,7 @@ CASES = [
     Case("wan token timesteps batch 2 odd", "wan t2v", lambda: wan(batch=2, height=6, width=6, timestep=token_timesteps(2, 27))),
     Case("wan i2v", "wan i2v", wan_i2v),
     Case("wan i2v batch 2 odd", "wan i2v", lambda: wan_i2v(batch=2, height=6, width=6, image=5)),
+    Case("wan flf2v", "wan flf2v", lambda: wan_i2v() | dict(encoder_hidden_states_image=normal(2, 6, 20))),
     Case("ltx", "ltx", ltx),
     Case("ltx one text token", "ltx", lambda: ltx(text=1)),
     # Two streams that have the same share on some ranks, and on others not.
@@ -248,11 +282,21 @@ CASES = [
     Case("ltx mask one text token more than video", "ltx",
         lambda: ltx(batch=2, text=61, encoder_attention_mask=padding(30, 50, length=61)), LTX_MASK),
     Case("ltx 3 heads mask", "ltx 3 heads", lambda: ltx(encoder_attention_mask=padding(5, length=7)), LTX_MASK),
+    Case("ltx from an image", "ltx", lambda: ltx(timestep=token_timesteps(1, 60))),
+    Case("ltx from an image batch 2 odd", "ltx",
+        lambda: ltx(2, height=3, width=3, timestep=token_timesteps(2, 27), video_coords=normal(2, 3, 27))),
     Case("ltx 2", "ltx 2", ltx_2),
     Case("ltx 2 with audio", "ltx 2", lambda: ltx_2(isolate_modalities=False)),
     Case("ltx 2 with audio batch 2 token timesteps", "ltx 2",
         lambda: ltx_2(batch=2, audio=4, isolate_modalities=False, timestep=token_timesteps(2, 60),
             audio_timestep=torch.linspace(300.0, 900.0, 2), encoder_attention_mask=padding(3, 6, length=7)), LTX_MASK),
+    Case("ltx 2 interleaved", "ltx 2 interleaved", ltx_2),
+    Case("ltx 2 interleaved with audio", "ltx 2 interleaved", lambda: ltx_2(isolate_modalities=False)),
+    Case("ltx 2.3", "ltx 2.3", ltx_2_3),
+    Case("ltx 2.3 from an image batch 2", "ltx 2.3", lambda: ltx_2_3(2, 4, **token_steps(2, 60, 4))),
+    Case("ltx 2.5 keyframes", "ltx 2.5",
+        lambda: ltx_2_3(video_keyframes_mask=(torch.arange(60) < 20).float()[None, :, None], **token_steps(1, 60, 5)),
+        "video_keyframes_mask"),
     Case("ltx 2 mask batch 2", "ltx 2", lambda: ltx_2(batch=2, encoder_attention_mask=padding(3, 6, length=7)), LTX_MASK),
     Case("chronoedit", "chronoedit", wan_i2v),
     Case("chronoedit two frames batch 2", "chronoedit", lambda: wan_i2v(batch=2, frames=2, height=6, width=6)),
@@ -277,24 +321,46 @@ CASES = [
     Case("hunyuan video from an image", "hunyuan video from an image", hunyuan, LTX_MASK),
     Case("hunyuan video from an image batch 2", "hunyuan video from an image",
         lambda: hunyuan(2, valid=(7, 2), width=6), LTX_MASK),
+    Case("hunyuan video distilled", "hunyuan video distilled", lambda: hunyuan(guidance=None), LTX_MASK),
+    Case("hunyuan image distilled", "hunyuan image distilled",
+        lambda: hunyuan_image() | dict(guidance=torch.tensor([3500.0]), timestep_r=torch.tensor([200.0]),
+            encoder_hidden_states_2=normal(1, 4, 20), encoder_attention_mask_2=padding(3, length=4).long()), LTX_MASK),
     Case("hunyuan image", "hunyuan image", hunyuan_image, LTX_MASK),
     Case("hunyuan image batch 2", "hunyuan image", lambda: hunyuan_image(2, 5, (2, 4)), LTX_MASK),
     Case("hunyuan video 1.5", "hunyuan video 1.5", hunyuan_15, LTX_MASK),
     Case("hunyuan video 1.5 batch 2", "hunyuan video 1.5", lambda: hunyuan_15(2, (5, 2), (0, 4)), LTX_MASK),
+    Case("hunyuan video 1.5 from an image", "hunyuan video 1.5",
+        lambda: hunyuan_15() | dict(image_embeds=normal(1, 3, 16)), LTX_MASK),
+    Case("hunyuan video 1.5 meanflow", "hunyuan video 1.5 meanflow",
+        lambda: hunyuan_15() | dict(timestep_r=torch.tensor([200.0])), LTX_MASK),
+    Case("sd3.5 medium", "sd3.5 medium", sd3),
     Case("sd3", "sd3", sd3),
     Case("sd3 batch 2 two text tokens", "sd3", lambda: sd3(2, 2)),
     Case("cogvideox", "cogvideox", cogvideox),
     Case("cogvideox rope batch 2", "cogvideox rope",
         lambda: dict(cogvideox(2), image_rotary_emb=tuple(normal(60, 16, seed=i) for i in range(2)))),
+    Case("cogvideox from an image", "cogvideox from an image",
+        lambda: cogvideox() | dict(image_rotary_emb=tuple(normal(60, 16, seed=i) for i in range(2)))),
+    Case("cogvideox 1.5", "cogvideox 1.5",
+        lambda: cogvideox() | dict(hidden_states=normal(1, 4, 4, 8, 10), ofs=torch.tensor([2.0]),
+            image_rotary_emb=tuple(normal(40, 16, seed=i) for i in range(2)))),
+    Case("pixart alpha", "pixart alpha",
+        lambda: pixart() | dict(added_cond_kwargs=dict(
+            resolution=torch.tensor([[96.0, 80.0]]), aspect_ratio=torch.tensor([[1.2]]))), LTX_MASK),
     Case("pixart", "pixart", pixart, LTX_MASK),
-    Case("flux controlnet", "flux controlnet", flux_controlnet),
-    Case("flux controlnet batch 2", "flux controlnet", lambda: flux_controlnet(2, 5)),
+    Case("flux controlnet", "flux", flux_controlnet),
+    Case("flux controlnet batch 2", "flux", lambda: flux_controlnet(2, 5, controlnet_blocks_repeat=True)),
+    Case("qwen controlnet", "qwen", lambda: qwen(controlnet_block_samples=residuals(2))),
+    Case("sd3 controlnet", "sd3", lambda: sd3() | dict(block_controlnet_hidden_states=residuals(1, channels=48))),
+    Case("hunyuan dit controlnet", "hunyuan dit", lambda: hunyuan_dit(controlnet_block_samples=residuals(1, channels=48))),
     # Not a mask: without what is in it the output is another one as well.
     Case("wan vace", "wan vace", wan_vace, "control_hidden_states"),
     Case("wan vace batch 2 odd", "wan vace", lambda: wan_vace(2, height=6, width=6), "control_hidden_states"),
     Case("skyreels", "skyreels", wan),
     Case("skyreels forcing", "skyreels forcing", skyreels_forcing, causal=True),
     Case("skyreels forcing batch 2", "skyreels forcing", lambda: skyreels_forcing(2, height=6, width=6), causal=True),
+    Case("skyreels from an image", "skyreels from an image", lambda: wan_i2v(fps=torch.tensor([1]))),
+    Case("hunyuan dit", "hunyuan dit", hunyuan_dit, "text_embedding_mask"),
     # The text is cut to its valid tokens, item by item, before the image stands behind it: one stream.
     Case("lumina 2", "lumina 2", lumina_2, LTX_MASK),
     Case("lumina 2 batch 2", "lumina 2", lambda: lumina_2(2, (3, 7)), LTX_MASK),
@@ -333,7 +399,8 @@ CHECKS = (
 ON_TWO_RANKS = (
     "applied_twice", "degrees_that_do_not_fit", "wrong_plans", "gradients", "unknown_tokens", "not_gathered", "backends",
     "plans_that_say_too_little", "streams_in_no_order", "caches", "compiled", "errors_of_one_rank", "wrapped_before",
-    "later_inputs", "weights_of_one_rank", "wrapped_forwards",
+    "later_inputs", "weights_of_one_rank", "wrapped_forwards", "both_halves_cached", "left_out_on_purpose", "attended_another_way",
+    "blocks_change_in_the_forward",
 )  # fmt: skip
 ON_TWO_AXES = ("configs", "meshes", "other_ways", "batch_axis", "batch_axis_alone", "fsdp")
 

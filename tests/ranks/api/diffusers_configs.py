@@ -28,6 +28,10 @@ LTX_2 = dict(
     audio_in_channels=12, audio_out_channels=12, audio_num_attention_heads=4, audio_attention_head_dim=8,
     audio_cross_attention_dim=32, caption_channels=24,
 )  # fmt: skip
+LTX_2_3 = dict(
+    LTX_2, rope_type="split", gated_attn=True, cross_attn_mod=True, audio_gated_attn=True, audio_cross_attn_mod=True,
+    use_prompt_embeddings=False, perturbed_attn=True,
+)  # fmt: skip
 HELIOS = dict(
     in_channels=8, out_channels=8, num_layers=2, num_attention_heads=4, attention_head_dim=12, text_dim=24, freq_dim=32,
     ffn_dim=64, rope_dim=(4, 4, 4), has_multi_term_memory_patch=True,
@@ -57,6 +61,10 @@ PIXART = dict(
     num_attention_heads=4, attention_head_dim=12, in_channels=4, out_channels=4, num_layers=2, cross_attention_dim=48,
     sample_size=16, caption_channels=24, use_additional_conditions=False,
 )  # fmt: skip
+HUNYUAN_DIT = dict(
+    num_attention_heads=4, attention_head_dim=12, in_channels=4, patch_size=2, sample_size=12, hidden_size=48, num_layers=4,
+    cross_attention_dim=24, cross_attention_dim_t5=16, pooled_projection_dim=16, text_len=5, text_len_t5=6,
+)  # fmt: skip
 LUMINA_2 = dict(
     in_channels=4, hidden_size=48, num_layers=2, num_refiner_layers=1, num_attention_heads=4, num_kv_heads=2, multiple_of=8,
     axes_dim_rope=(4, 4, 4), axes_lens=(16, 16, 16), cap_feat_dim=24,
@@ -67,16 +75,27 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "flux": ("FluxTransformer2DModel", FLUX),
     "flux 3 heads": ("FluxTransformer2DModel", dict(FLUX, num_attention_heads=3)),
     "flux 1 head": ("FluxTransformer2DModel", dict(FLUX, num_attention_heads=1)),
+    "flux schnell": ("FluxTransformer2DModel", dict(FLUX, guidance_embeds=False)),
+    "flux 2 klein": ("Flux2Transformer2DModel", dict(FLUX_2, guidance_embeds=False)),
     "flux 2": ("Flux2Transformer2DModel", FLUX_2),
     "qwen": ("QwenImageTransformer2DModel", QWEN),
     "qwen 3 heads": ("QwenImageTransformer2DModel", dict(QWEN, num_attention_heads=3)),
     "qwen edit": ("QwenImageTransformer2DModel", dict(QWEN, zero_cond_t=True)),
+    "qwen layered": ("QwenImageTransformer2DModel", dict(QWEN, use_additional_t_cond=True, use_layer3d_rope=True)),
     "wan t2v": ("WanTransformer3DModel", WAN),
     "wan 3 heads": ("WanTransformer3DModel", dict(WAN, num_attention_heads=3)),
     "wan i2v": ("WanTransformer3DModel", WAN_I2V),
+    "wan flf2v": ("WanTransformer3DModel", dict(WAN_I2V, pos_embed_seq_len=12)),
     "ltx": ("LTXVideoTransformer3DModel", LTX),
     "ltx 3 heads": ("LTXVideoTransformer3DModel", dict(LTX, num_attention_heads=3, cross_attention_dim=36)),
-    "ltx 2": ("LTX2VideoTransformer3DModel", LTX_2),
+    "ltx 2 interleaved": ("LTX2VideoTransformer3DModel", LTX_2),
+    # As converted: see diffusers' convert_ltx2_to_diffusers.py.
+    "ltx 2": ("LTX2VideoTransformer3DModel", dict(LTX_2, rope_type="split")),
+    "ltx 2.3": ("LTX2VideoTransformer3DModel", LTX_2_3),
+    "ltx 2.5": (
+        "LTX2VideoTransformer3DModel",
+        dict(LTX_2_3, ff_bias=False, audio_ff_bias=False, use_prompt_adaln_single=False, use_keyframes_abs_pos_embedding=True),
+    ),
     "chronoedit": ("ChronoEditTransformer3DModel", WAN_I2V),
     "helios": ("HeliosTransformer3DModel", HELIOS),
     "minimax h3": ("MiniMaxH3Transformer3DModel", MINIMAX),
@@ -87,18 +106,47 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "HunyuanVideoTransformer3DModel",
         dict(HUNYUAN, pooled_projection_dim=12, image_condition_type="token_replace"),
     ),
+    "hunyuan video distilled": ("HunyuanVideoTransformer3DModel", dict(HUNYUAN, pooled_projection_dim=12, guidance_embeds=False)),
+    "hunyuan image distilled": (
+        "HunyuanImageTransformer2DModel",
+        dict(HUNYUAN, patch_size=(1, 1), rope_axes_dim=(6, 6), guidance_embeds=True, use_meanflow=True, text_embed_2_dim=20),
+    ),
     "hunyuan image": ("HunyuanImageTransformer2DModel", dict(HUNYUAN, patch_size=(1, 1), rope_axes_dim=(6, 6))),
     "hunyuan video 1.5": ("HunyuanVideo15Transformer3DModel", HUNYUAN_15),
+    "hunyuan video 1.5 meanflow": ("HunyuanVideo15Transformer3DModel", dict(HUNYUAN_15, use_meanflow=True)),
+    "sd3.5 medium": ("SD3Transformer2DModel", dict(SD3, qk_norm="rms_norm", dual_attention_layers=(0,))),
     "sd3": ("SD3Transformer2DModel", SD3),
     "cogvideox": ("CogVideoXTransformer3DModel", COGVIDEOX),
     "cogvideox rope": (
         "CogVideoXTransformer3DModel",
         dict(COGVIDEOX, attention_head_dim=16, use_rotary_positional_embeddings=True),
     ),
+    "cogvideox from an image": (
+        "CogVideoXTransformer3DModel",
+        dict(
+            COGVIDEOX,
+            attention_head_dim=16,
+            use_rotary_positional_embeddings=True,
+            use_learned_positional_embeddings=True,
+        ),
+    ),
+    "cogvideox 1.5": (
+        "CogVideoXTransformer3DModel",
+        dict(
+            COGVIDEOX,
+            attention_head_dim=16,
+            use_rotary_positional_embeddings=True,
+            patch_size_t=2,
+            patch_bias=False,
+            ofs_embed_dim=8,
+        ),
+    ),
+    "pixart alpha": ("PixArtTransformer2DModel", dict(PIXART, use_additional_conditions=True)),
     "pixart": ("PixArtTransformer2DModel", PIXART),
-    "flux controlnet": ("FluxTransformer2DModel", FLUX),
     "wan vace": ("WanVACETransformer3DModel", VACE),
     "skyreels": ("SkyReelsV2Transformer3DModel", WAN),
     "skyreels forcing": ("SkyReelsV2Transformer3DModel", dict(WAN, num_frame_per_block=2)),
+    "skyreels from an image": ("SkyReelsV2Transformer3DModel", dict(WAN_I2V, inject_sample_info=True)),
+    "hunyuan dit": ("HunyuanDiT2DModel", dict(HUNYUAN_DIT, use_style_cond_and_image_meta_size=True)),
     "lumina 2": ("Lumina2Transformer2DModel", LUMINA_2),
 }

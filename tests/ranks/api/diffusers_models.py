@@ -40,9 +40,6 @@ def build(name: str) -> nn.Module:
         model.encoder_hid_proj = _ImageProjection()
         for block in model.transformer_blocks:
             block.attn.set_processor(FluxIPAdapterAttnProcessor(64, 64, num_tokens=(4,), scale=[0.7]))
-    if name == "flux controlnet":
-        residuals = {"controlnet_block_samples": [TOKENS] * 2, "controlnet_single_block_samples": [TOKENS]}
-        model._cp_plan = {**model._cp_plan, "": {**model._cp_plan[""], **residuals}}
     if name == "skyreels forcing":  # a noise level per frame is modulation per token, in the blocks and behind the last norm
         modulation = ContextParallelInput(2, 4, streams=OF_HIDDEN, side=True)
         model._cp_plan = {
