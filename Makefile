@@ -55,7 +55,7 @@ packs: ## try the nodes of node packs on ranks against the stock graph: a table 
 coverage: ## which of ComfyUI's templates run, into docs/generated/coverage.md; COVERAGE_ARGS="--report FILE" reuses what the tests wrote
 	@$(SETUP) && "$$CP_PYTHON" .ci/coverage $(COVERAGE_ARGS)
 
-registry: ## write docs/generated/families.md from the plan tables and their tests
+registry: ## write docs/generated/families.md and diffusers.md from the plan tables and their tests
 	@$(SETUP) && "$$CP_PYTHON" .ci/registry.py
 
 definitions: ## store what saved workflows need of the nodes, for a release

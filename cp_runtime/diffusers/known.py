@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..engine.plan import ModulePlan, argument_positions
+from ..engine.state import CallState
 from ..engine.transforms import ContextParallelInput, ContextParallelOutput, TokenRanges
 
 HIDDEN, ENCODER = "hidden_states", "encoder_hidden_states"  # diffusers' names: image or video tokens, text tokens
@@ -30,12 +32,26 @@ class Known(NamedTuple):
     staged: bool = False
 
 
+@dataclass(frozen=True)
+class _IfDims:
+    """Splits a tensor that has the expected number of dimensions. Another one describes no tokens."""
+
+    split: ContextParallelInput
+
+    def __call__(self, state: CallState, value: Any, where: str) -> Any:
+        return self.split(state, value, where) if isinstance(value, Tensor) and value.ndim == self.split.expected_dims else value
+
+
 _TEXT_FIRST, _IMAGE_FIRST = (ENCODER, HIDDEN), (HIDDEN, ENCODER)
 _TOKENS, _TOKENS_OUT = ContextParallelInput(1, 3), ContextParallelInput(1, 4, split_output=True)
 _POSITIONS_OUT = ContextParallelInput(0, 2, split_output=True)
-_IMAGE_POSITIONS = {"image_rotary_emb": ContextParallelInput(0, 2, streams=(HIDDEN,), side=True)}
+_POSITIONS = ContextParallelInput(0, 2, streams=(HIDDEN,), side=True)
+_IMAGE_POSITIONS = {"image_rotary_emb": _POSITIONS}
 _OF_IMAGE = ContextParallelInput(1, 3, streams=(HIDDEN,))  # such as residuals of ControlNets, one or a list
-_FLUX = {"": {"controlnet_block_samples": _OF_IMAGE, "controlnet_single_block_samples": _OF_IMAGE}}
+_IDS = ContextParallelInput(0, 2)
+_RESIDUALS = {"controlnet_block_samples": _OF_IMAGE, "controlnet_single_block_samples": _OF_IMAGE}
+_LIKE_FLUX = {HIDDEN: _TOKENS, ENCODER: _TOKENS, "img_ids": _IDS, "txt_ids": _IDS}
+_WHOLE_TEXT = ContextParallelInput(1, 3, streams=(ENCODER,), replicated=True)  # of models that cut it at its length
 _WHOLE = ModulePlan(attention=())
 _GATHERED = {"proj_out": ContextParallelOutput(1, 3)}
 _JOINT = {"transformer_blocks.0": {HIDDEN: _TOKENS, ENCODER: _TOKENS}, **_GATHERED}
@@ -45,6 +61,7 @@ _FIRST_FRAME = ModulePlan(
     inputs={"num_tokens": TokenRanges(streams=(HIDDEN,))},
     when=lambda model, path: "num_tokens" in argument_positions(model.get_submodule(path)),
 )
+_SIDE = ContextParallelInput(1, 3, streams=(HIDDEN,), side=True)
 _WAN_ROPE = {"rope": {0: _TOKENS_OUT, 1: _TOKENS_OUT}}
 # Every rank has all of the audio, a fiftieth of the video; only its attention to the video is shared.
 _TOKEN_STEPS = ContextParallelInput(1, 2, streams=(HIDDEN,))
@@ -63,7 +80,7 @@ _LTX_2: Table = {
     "transformer_blocks.*.video_to_audio_attn": ModulePlan(attention=(AUDIO,), keys=(HIDDEN,)),
 }
 CLASSES: Mapping[str, Known] = {
-    "FluxTransformer2DModel": Known(_TEXT_FIRST, _FLUX, staged=True),
+    "FluxTransformer2DModel": Known(_TEXT_FIRST, {"": _RESIDUALS}, staged=True),
     "Flux2Transformer2DModel": Known(_TEXT_FIRST),
     "QwenImageTransformer2DModel": Known(_TEXT_FIRST, {"": {"controlnet_block_samples": _OF_IMAGE}}),
     "CogVideoXTransformer3DModel": Known(_TEXT_FIRST, {**_JOINT, "transformer_blocks.*": _IMAGE_POSITIONS}),
@@ -94,7 +111,16 @@ CLASSES: Mapping[str, Known] = {
         },
         staged=True,
     ),
-    "SkyReelsV2Transformer3DModel": Known((), {**_WAN_ROPE, "blocks.0": {HIDDEN: _TOKENS}, **_GATHERED}),
+    # With a noise level per frame, tokens are modulated one by one, in the blocks and behind the last norm.
+    "SkyReelsV2Transformer3DModel": Known(
+        (),
+        {
+            **_WAN_ROPE,
+            "blocks.0": {HIDDEN: _TOKENS},
+            "blocks.*": ModulePlan(inputs={"temb": _IfDims(ContextParallelInput(2, 4, streams=(HIDDEN,), side=True))}),
+            "norm_out": ContextParallelOutput(1, 3),
+        },
+    ),
     "WanVACETransformer3DModel": Known(
         (),
         {
@@ -111,6 +137,95 @@ CLASSES: Mapping[str, Known] = {
             "layers.0": {HIDDEN: _TOKENS},
             "layers.*": {"image_rotary_emb": ContextParallelInput(1, 3, streams=(HIDDEN,), side=True)},
             "norm_out": ContextParallelOutput(1, 3),
+        },
+    ),
+    "ChromaTransformer2DModel": Known(_TEXT_FIRST, {"": {**_LIKE_FLUX, **_RESIDUALS}, **_GATHERED}),
+    "BriaTransformer2DModel": Known(_TEXT_FIRST, {"": {**_LIKE_FLUX, **_RESIDUALS}, **_GATHERED}),
+    "BriaFiboTransformer2DModel": Known(
+        _TEXT_FIRST, {"": {**_LIKE_FLUX, "text_encoder_layers": ContextParallelInput(1, 3, streams=(ENCODER,))}, **_GATHERED}
+    ),
+    "LongCatImageTransformer2DModel": Known(_TEXT_FIRST, {"": _LIKE_FLUX, **_GATHERED}),
+    "OvisImageTransformer2DModel": Known(_TEXT_FIRST, {"": _LIKE_FLUX, **_GATHERED}),
+    "CogView3PlusTransformer2DModel": Known(_TEXT_FIRST, _JOINT),
+    "CogView4Transformer2DModel": Known(_TEXT_FIRST, {**_JOINT, "transformer_blocks.*": _IMAGE_POSITIONS}),
+    "EasyAnimateTransformer3DModel": Known(_TEXT_FIRST, {**_JOINT, "transformer_blocks.*": _IMAGE_POSITIONS}),
+    "GlmImageTransformer2DModel": Known(_TEXT_FIRST, {**_JOINT, "transformer_blocks.*": _IMAGE_POSITIONS}),
+    "AuraFlowTransformer2DModel": Known(
+        _TEXT_FIRST, {"joint_transformer_blocks.0": {HIDDEN: _TOKENS, ENCODER: _TOKENS}, **_GATHERED}
+    ),
+    "ConsisIDTransformer3DModel": Known(
+        _TEXT_FIRST,
+        {
+            "transformer_blocks.0": {HIDDEN: _TOKENS, ENCODER: _WHOLE_TEXT},
+            "transformer_blocks.*": _IMAGE_POSITIONS,
+            **_GATHERED,
+        },
+    ),
+    # The tokens of earlier frames are cut off behind the last block.
+    "HunyuanVideoFramepackTransformer3DModel": Known(
+        _IMAGE_FIRST,
+        {
+            "transformer_blocks.0": {HIDDEN: _TOKENS, ENCODER: _TOKENS},
+            "transformer_blocks.*": {"freqs_cis": _POSITIONS},
+            "single_transformer_blocks.*": _IMAGE_POSITIONS,
+            "single_transformer_blocks.-1": [ContextParallelOutput(1, 3, stream=HIDDEN), None],
+        },
+    ),
+    # A part of the text is another one in each block.
+    "HiDreamImageTransformer2DModel": Known(
+        _IMAGE_FIRST,
+        {
+            "double_stream_blocks.*": {
+                HIDDEN: _TOKENS,
+                ENCODER: _WHOLE_TEXT,
+                "hidden_states_masks": ContextParallelInput(1, 2, streams=(HIDDEN,)),
+                "image_rotary_emb": ContextParallelInput(1, 6, streams=_IMAGE_FIRST, side=True),
+            },
+            "single_stream_blocks.*": {
+                "hidden_states_masks": ContextParallelInput(1, 2, streams=_IMAGE_FIRST),
+                "image_rotary_emb": ContextParallelInput(1, 6, streams=_IMAGE_FIRST, side=True),
+            },
+            "double_stream_blocks.*.block.attn1": ModulePlan(attention=_IMAGE_FIRST),
+            "single_stream_blocks.*.block.attn1": ModulePlan(attention=_IMAGE_FIRST),
+            "final_layer": ContextParallelOutput(1, 3),
+        },
+    ),
+    # Text and image are one stream, and parted behind the last block.
+    "Krea2Transformer2DModel": Known(
+        (),
+        {
+            "transformer_blocks.0": {HIDDEN: _TOKENS},
+            "transformer_blocks.*": _IMAGE_POSITIONS,
+            "transformer_blocks.-1": ContextParallelOutput(1, 3),
+        },
+    ),
+    "ZImageTransformer2DModel": Known(
+        (),
+        {
+            "": {"controlnet_block_samples": ContextParallelInput(1, 3, streams=("x",))},
+            "noise_refiner.*": _WHOLE,
+            "context_refiner.*": _WHOLE,
+            "layers.0": {"x": _TOKENS},
+            "layers.*": {"freqs_cis": ContextParallelInput(1, 3, streams=("x",), side=True)},
+            "all_final_layer.*": ContextParallelOutput(1, 3),
+        },
+    ),
+    # Video from frames has a noise level per frame, and tokens are modulated one by one.
+    "CosmosTransformer3DModel": Known(
+        (),
+        {
+            "transformer_blocks.0": {HIDDEN: _TOKENS},
+            "transformer_blocks.*": ModulePlan(
+                inputs={
+                    **_IMAGE_POSITIONS,
+                    "extra_pos_emb": _SIDE,
+                    "temb": _IfDims(_SIDE),
+                    "embedded_timestep": _IfDims(_SIDE),
+                    "controlnet_residual": _OF_IMAGE,
+                }
+            ),
+            "norm_out": ModulePlan(inputs={"temb": _IfDims(_SIDE), "embedded_timestep": _IfDims(_SIDE)}),
+            **_GATHERED,
         },
     ),
 }

@@ -38,7 +38,7 @@ def plan_from_table(module: nn.Module, table: Mapping[str, Any]) -> ShardingPlan
             outputs[path] = entry
     gathered = {inner for path in outputs for _, inner in find_modules(module, path, *NAMED)}
     for path, plan in modules.items():
-        if path and plan.inputs and gathered.intersection(inner for _, inner in find_modules(module, path, *NAMED)):
+        if path and _defines_tokens(plan) and gathered.intersection(inner for _, inner in find_modules(module, path, *NAMED)):
             modules[path] = replace(plan, separate=True)
     streams = _streams(_arguments(modules))
     if not streams:
@@ -137,6 +137,10 @@ def _outputs(path: str, entry: Any, streams: Sequence[str], named: set[str]) -> 
         ours = isinstance(value, ContextParallelOutput)
         made.append(replace(value if ours else ContextParallelOutput(value.gather_dim, value.expected_dims), stream=stream))
     return made
+
+
+def _defines_tokens(plan: ModulePlan) -> bool:
+    return any(not getattr(split, "side", False) for split in plan.inputs.values())
 
 
 def _arguments(modules: Mapping[str, ModulePlan]) -> Sequence[ContextParallelInput]:

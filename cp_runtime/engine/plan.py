@@ -17,6 +17,8 @@ from .transforms import ContextParallelInput, ContextParallelOutput, Transform, 
 # Arguments of a module's forward -> candidate streams of the attention inside it; empty = no communication.
 AttentionRule = Callable[[Mapping[str, Any]], Sequence[AttentionStreams]]
 
+NAMED_BY_WRAPPERS = 2  # arguments in front of *args, at most: layers of PEFT have one, blocks of cache-dit two
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModulePlan:
@@ -155,7 +157,8 @@ def _inside(module: nn.Module, part: str) -> list[tuple[str, nn.Module]]:
 def wrapped_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return what a wrapper runs with its own arguments: a module, as layers of PEFT do, or those of a list, as caches do."""
     forward = type(module).forward
-    if forward is nn.Module.forward or not any(name.endswith("[0]") for name in _argument_names(forward)):
+    others = next((at for at, name in enumerate(_argument_names(forward)) if name.endswith("[0]")), NAMED_BY_WRAPPERS + 1)
+    if forward is nn.Module.forward or others > NAMED_BY_WRAPPERS:
         return []
     # Some have the whole model beside what they wrap.
     name, child = next(((name, each) for name, each in module.named_children() if module not in {*each.modules()}), ("", None))

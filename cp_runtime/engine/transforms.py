@@ -78,6 +78,8 @@ class ContextParallelInput:
     def __call__(self, state: CallState, value: Any, where: str) -> Any:
         if isinstance(value, (tuple, list)):
             return rebuild(value, [self(state, item, where) for item in value])
+        if isinstance(value, dict):
+            return {key: self(state, item, where) for key, item in value.items()}
         if not isinstance(value, Tensor) or value.ndim <= self.split_dim:
             return value
         if self.expected_dims is not None and value.ndim != self.expected_dims:

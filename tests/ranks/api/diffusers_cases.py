@@ -213,6 +213,79 @@ def lumina_2(batch: int = 1, valid: tuple[int, ...] = (4,)) -> dict[str, Any]:
     )  # fmt: skip
 
 
+def like_flux(batch: int = 1, height: int = 6, text: int = 7, **extra: Any) -> dict[str, Any]:
+    call = flux(batch, height, text=text)
+    del call["pooled_projections"], call["guidance"]
+    return call | extra
+
+
+def chroma(batch: int = 1, valid: int = 4, **extra: Any) -> dict[str, Any]:
+    """The mask is of text and image."""
+    return like_flux(batch, attention_mask=torch.cat([padding(valid, length=7), torch.ones(1, 30).bool()], 1), **extra)
+
+
+def cogview(batch: int = 1, **extra: Any) -> dict[str, Any]:
+    size = torch.tensor([[96.0, 80.0]]).expand(batch, -1)
+    return dict(
+        hidden_states=normal(batch, 4, 12, 10), encoder_hidden_states=normal(batch, 7, 24), original_size=size, target_size=size,
+        timestep=torch.linspace(300.0, 900.0, batch), crop_coords=torch.zeros(batch, 2),
+    ) | extra  # fmt: skip
+
+
+def glm_image(batch: int = 1) -> dict[str, Any]:
+    call = cogview(batch)
+    del call["original_size"]
+    tokens = torch.arange(30).expand(batch, -1)
+    return call | dict(prior_token_id=tokens, prior_token_drop=torch.zeros(batch, 30).bool())
+
+
+def auraflow(batch: int = 1, text: int = 7) -> dict[str, Any]:
+    return dict(
+        hidden_states=normal(batch, 4, 12, 10), encoder_hidden_states=normal(batch, text, 24),
+        timestep=torch.linspace(0.3, 0.9, batch),
+    )  # fmt: skip
+
+
+def framepack(batch: int = 1, valid: tuple[int, ...] = (4,)) -> dict[str, Any]:
+    indices = torch.arange(10)
+    return hunyuan(batch, valid=valid) | dict(
+        image_embeds=normal(batch, 3, 16), indices_latents=indices[7:], latents_clean=normal(batch, 4, 1, 6, 10, seed=1),
+        indices_latents_clean=indices[6:7], latents_history_2x=normal(batch, 4, 2, 6, 10, seed=2),
+        indices_latents_history_2x=indices[4:6], latents_history_4x=normal(batch, 4, 4, 6, 10, seed=3),
+        indices_latents_history_4x=indices[:4],
+    )  # fmt: skip
+
+
+def hidream(batch: int = 1, height: int = 12, width: int = 12) -> dict[str, Any]:
+    return dict(
+        hidden_states=normal(batch, 4, height, width), timesteps=torch.linspace(300.0, 900.0, batch),
+        encoder_hidden_states_t5=normal(batch, 5, 24), encoder_hidden_states_llama3=normal(3, batch, 6, 20),
+        pooled_embeds=normal(batch, 12),
+    )  # fmt: skip
+
+
+def krea_2(batch: int = 1, valid: tuple[int, ...] = (4,)) -> dict[str, Any]:
+    return dict(
+        hidden_states=normal(batch, 30, 16), encoder_hidden_states=normal(batch, 7, 3, 24),
+        timestep=torch.linspace(0.3, 0.9, batch), position_ids=torch.cat([torch.zeros(7, 3), grid(6, 5)]),
+        encoder_attention_mask=padding(*valid, length=7),
+    )  # fmt: skip
+
+
+def z_image(sizes: tuple[tuple[int, int], ...] = ((12, 10),), texts: tuple[int, ...] = (7,), **extra: Any) -> dict[str, Any]:
+    return dict(
+        x=[normal(4, 1, *size) for size in sizes], t=torch.linspace(0.3, 0.9, len(sizes)),
+        cap_feats=[normal(text, 24) for text in texts],
+    ) | extra  # fmt: skip
+
+
+def cosmos(batch: int = 1, channels: int = 4, **extra: Any) -> dict[str, Any]:
+    return dict(
+        hidden_states=normal(batch, channels, 3, 6, 10), timestep=torch.linspace(0.3, 0.9, batch),
+        encoder_hidden_states=normal(batch, 7, 24), fps=16, padding_mask=torch.zeros(1, 1, 6, 10),
+    ) | extra  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Case:
     """One call: the input named `mask` has padding in it, and the output must depend on it.
@@ -364,6 +437,38 @@ CASES = [
     # The text is cut to its valid tokens, item by item, before the image stands behind it: one stream.
     Case("lumina 2", "lumina 2", lumina_2, LTX_MASK),
     Case("lumina 2 batch 2", "lumina 2", lambda: lumina_2(2, (3, 7)), LTX_MASK),
+    Case("chroma", "chroma", chroma, "attention_mask"),
+    Case("chroma controlnet", "chroma", lambda: like_flux(controlnet_block_samples=residuals(2),
+        controlnet_single_block_samples=residuals(1))),
+    Case("bria", "bria", like_flux),
+    Case("bria controlnet batch 2", "bria", lambda: like_flux(2, controlnet_block_samples=residuals(2, 2))),
+    Case("bria fibo", "bria fibo", lambda: like_flux(text_encoder_layers=[normal(1, 7, 20, seed=i) for i in range(4)])),
+    Case("longcat", "longcat", like_flux),
+    Case("longcat one text token batch 2", "longcat", lambda: like_flux(2, 5, 1)),
+    Case("ovis", "ovis", like_flux),
+    Case("cogview 3", "cogview 3", cogview),
+    Case("cogview 4", "cogview 4", cogview),
+    Case("cogview 4 batch 2", "cogview 4", lambda: cogview(2)),
+    Case("easyanimate", "easyanimate", lambda: auraflow() | dict(hidden_states=normal(1, 4, 3, 6, 10),
+        encoder_hidden_states_t5=normal(1, 5, 20))),
+    Case("glm image", "glm image", glm_image),
+    Case("auraflow", "auraflow", auraflow),
+    Case("auraflow batch 2 one text token", "auraflow", lambda: auraflow(2, 1)),
+    Case("consisid", "consisid", lambda: cogvideox() | dict(id_cond=normal(1, 8),
+        id_vit_hidden=[normal(1, 4, 8, seed=i) for i in range(5)])),
+    Case("framepack", "framepack", framepack, LTX_MASK),
+    Case("framepack batch 2", "framepack", lambda: framepack(2, (7, 3)), LTX_MASK),
+    Case("hidream", "hidream", hidream),
+    Case("hidream batch 2 not square", "hidream", lambda: hidream(2, 12, 8)),
+    Case("krea 2", "krea 2", krea_2, LTX_MASK),
+    Case("krea 2 batch 2", "krea 2", lambda: krea_2(2, (3, 7)), LTX_MASK),
+    Case("z image", "z image", z_image),
+    Case("z image controlnet", "z image", lambda: z_image(controlnet_block_samples={1: normal(1, 64, 48)})),
+    Case("z image batch 2 of two sizes", "z image", lambda: z_image(((12, 10), (8, 8)), (7, 40))),
+    Case("cosmos", "cosmos", cosmos),
+    Case("cosmos 2 from frames batch 2", "cosmos 2", lambda: cosmos(2, condition_mask=torch.ones(2, 1, 3, 6, 10),
+        timestep=torch.linspace(0.1, 0.9, 6).view(2, 1, 3, 1, 1))),
+    Case("cosmos 2 controlnet", "cosmos 2", lambda: cosmos(channels=5, block_controlnet_hidden_states=residuals(2, 1, 45, 48))),
 ]  # fmt: skip
 
 # The ways to share a sequence, by what is exchanged; the ones that need a number of ranks with two factors come last.

@@ -69,6 +69,52 @@ LUMINA_2 = dict(
     in_channels=4, hidden_size=48, num_layers=2, num_refiner_layers=1, num_attention_heads=4, num_kv_heads=2, multiple_of=8,
     axes_dim_rope=(4, 4, 4), axes_lens=(16, 16, 16), cap_feat_dim=24,
 )  # fmt: skip
+CHROMA = dict(
+    in_channels=16, num_layers=2, num_single_layers=2, attention_head_dim=16, num_attention_heads=4, joint_attention_dim=24,
+    axes_dims_rope=(4, 6, 6), approximator_num_channels=16, approximator_hidden_dim=32, approximator_layers=1,
+)  # fmt: skip
+BRIA = dict(
+    in_channels=16, num_layers=2, num_single_layers=2, attention_head_dim=16, num_attention_heads=4, joint_attention_dim=24,
+    axes_dims_rope=[4, 6, 6],
+)  # fmt: skip
+COGVIEW_3 = dict(
+    in_channels=4, out_channels=4, num_layers=2, attention_head_dim=12, num_attention_heads=4, text_embed_dim=24, time_embed_dim=16,
+    condition_dim=4, pos_embed_max_size=16, sample_size=16,
+)  # fmt: skip
+COGVIEW_4 = dict(COGVIEW_3, rope_axes_dim=(16, 16))
+GLM = dict(
+    in_channels=4, out_channels=4, num_layers=2, attention_head_dim=12, num_attention_heads=4, text_embed_dim=24, time_embed_dim=16,
+    condition_dim=4, prior_vq_quantizer_codebook_size=32,
+)  # fmt: skip
+AURA = dict(
+    sample_size=16, in_channels=4, num_mmdit_layers=1, num_single_dit_layers=2, attention_head_dim=12, num_attention_heads=4,
+    joint_attention_dim=24, caption_projection_dim=48, pos_embed_max_size=64,
+)  # fmt: skip
+CONSIS_ID = dict(
+    num_attention_heads=4, attention_head_dim=12, in_channels=4, out_channels=4, time_embed_dim=8, text_embed_dim=24, num_layers=2,
+    sample_width=10, sample_height=8, sample_frames=9, max_text_seq_length=7, is_train_face=True, cross_attn_interval=1,
+    cross_attn_dim_head=12, cross_attn_num_heads=2, LFE_id_dim=8, LFE_vit_dim=8, LFE_depth=5, LFE_dim_head=8, LFE_num_heads=2,
+    LFE_num_id_token=2, LFE_num_querie=3, LFE_output_dim=32,
+)  # fmt: skip
+FRAMEPACK = dict(HUNYUAN, pooled_projection_dim=12, has_image_proj=True, image_proj_dim=16, has_clean_x_embedder=True)
+HIDREAM = dict(
+    patch_size=2, in_channels=4, out_channels=4, num_layers=2, num_single_layers=2, attention_head_dim=16, num_attention_heads=4,
+    caption_channels=[24, 20], text_emb_dim=12, num_routed_experts=2, num_activated_experts=1, axes_dims_rope=(4, 6, 6),
+    max_resolution=(16, 16), llama_layers=[0, 1, 1, 2], force_inference_output=True,
+)  # fmt: skip
+KREA_2 = dict(
+    in_channels=16, num_layers=2, attention_head_dim=12, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64,
+    timestep_embed_dim=16, text_hidden_dim=24, num_text_layers=3, text_num_attention_heads=2, text_num_key_value_heads=2,
+    text_intermediate_size=32, num_layerwise_text_blocks=1, num_refiner_text_blocks=1, axes_dims_rope=(4, 4, 4),
+)  # fmt: skip
+Z_IMAGE = dict(
+    in_channels=4, dim=48, n_layers=2, n_refiner_layers=1, n_heads=4, n_kv_heads=4, cap_feat_dim=24, axes_dims=[4, 4, 4],
+    axes_lens=[256, 32, 32],
+)  # fmt: skip
+COSMOS = dict(
+    in_channels=4, out_channels=4, num_attention_heads=4, attention_head_dim=12, num_layers=2, mlp_ratio=2.0, text_embed_dim=24,
+    adaln_lora_dim=4, max_size=(4, 16, 16), patch_size=(1, 2, 2), rope_scale=(2.0, 1.0, 1.0),
+)  # fmt: skip
 VACE = dict(WAN, vace_in_channels=12, vace_layers=[0, 1])
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -149,4 +195,35 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "skyreels from an image": ("SkyReelsV2Transformer3DModel", dict(WAN_I2V, inject_sample_info=True)),
     "hunyuan dit": ("HunyuanDiT2DModel", dict(HUNYUAN_DIT, use_style_cond_and_image_meta_size=True)),
     "lumina 2": ("Lumina2Transformer2DModel", LUMINA_2),
+    "chroma": ("ChromaTransformer2DModel", CHROMA),
+    "bria": ("BriaTransformer2DModel", BRIA),
+    "bria fibo": ("BriaFiboTransformer2DModel", dict(BRIA, text_encoder_dim=20)),
+    "longcat": ("LongCatImageTransformer2DModel", dict(BRIA, pooled_projection_dim=24)),
+    "ovis": ("OvisImageTransformer2DModel", dict(BRIA, out_channels=16, axes_dims_rope=(4, 6, 6))),
+    "cogview 3": ("CogView3PlusTransformer2DModel", COGVIEW_3),
+    "cogview 4": ("CogView4Transformer2DModel", COGVIEW_4),
+    "easyanimate": (
+        "EasyAnimateTransformer3DModel",
+        dict(
+            num_attention_heads=4,
+            attention_head_dim=16,
+            in_channels=4,
+            out_channels=4,
+            patch_size=2,
+            num_layers=2,
+            mmdit_layers=1,
+            time_embed_dim=16,
+            text_embed_dim=24,
+            text_embed_dim_t5=20,
+        ),
+    ),
+    "glm image": ("GlmImageTransformer2DModel", GLM),
+    "auraflow": ("AuraFlowTransformer2DModel", AURA),
+    "consisid": ("ConsisIDTransformer3DModel", CONSIS_ID),
+    "framepack": ("HunyuanVideoFramepackTransformer3DModel", FRAMEPACK),
+    "hidream": ("HiDreamImageTransformer2DModel", HIDREAM),
+    "krea 2": ("Krea2Transformer2DModel", KREA_2),
+    "z image": ("ZImageTransformer2DModel", Z_IMAGE),
+    "cosmos": ("CosmosTransformer3DModel", COSMOS),
+    "cosmos 2": ("CosmosTransformer3DModel", dict(COSMOS, in_channels=5, extra_pos_embed_type=None, controlnet_block_every_n=1)),
 }

@@ -12,8 +12,9 @@ from diffusers_configs import MODELS
 from support.ranks import worst
 from torch import Tensor, nn
 
-from cp_runtime import ContextParallelInput, ContextParallelOutput, apply_context_parallel, remove_context_parallel
+from cp_runtime import ContextParallelInput, apply_context_parallel, remove_context_parallel
 from cp_runtime.errors import ContextParallelError
+from cp_runtime.nested import tensors
 
 
 def fill(module: nn.Module, seed: int = 1) -> nn.Module:
@@ -40,14 +41,6 @@ def build(name: str) -> nn.Module:
         model.encoder_hid_proj = _ImageProjection()
         for block in model.transformer_blocks:
             block.attn.set_processor(FluxIPAdapterAttnProcessor(64, 64, num_tokens=(4,), scale=[0.7]))
-    if name == "skyreels forcing":  # a noise level per frame is modulation per token, in the blocks and behind the last norm
-        modulation = ContextParallelInput(2, 4, streams=OF_HIDDEN, side=True)
-        model._cp_plan = {
-            **WAN_ROPE,
-            "blocks.0": {"hidden_states": TOKENS},
-            "blocks.*": {"temb": modulation},
-            "norm_out": ContextParallelOutput(1, 3),
-        }
     return fill(model)
 
 
@@ -61,8 +54,6 @@ class _ImageProjection(nn.Module):
 
 
 TOKENS = ContextParallelInput(1, 3)
-WAN_ROPE = {"rope": {i: ContextParallelInput(1, 4, split_output=True) for i in (0, 1)}}
-OF_HIDDEN = ("hidden_states",)
 
 
 def plan_of(model: nn.Module) -> dict[str, Any] | None:
@@ -80,7 +71,7 @@ def plan_of(model: nn.Module) -> dict[str, Any] | None:
 def forward(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, ...]:
     """All outputs. The inputs are copied: a model must not see what another call did to them."""
     inputs = {name: value.clone() if isinstance(value, Tensor) else value for name, value in inputs.items()}
-    return model(**inputs, return_dict=False)
+    return tuple(tensors(model(**inputs, return_dict=False)))
 
 
 def relative(outputs: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
