@@ -31,3 +31,7 @@ def __getattr__(name: str) -> Any:
     from .engine.ranks import config
 
     return next(vars(home)[name] for home in (api, weights, config, plan, transforms) if name in vars(home))
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -233,6 +233,23 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     return getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
 
 
+CALL_TORCH = {"native", "_native_cudnn", "_native_efficient", "_native_flash", "_native_math"}
+"""Attention backends of diffusers that call torch's `scaled_dot_product_attention`."""
+
+
+@contextmanager
+def replaced_backends(make: Callable[[str, Callable[..., Tensor]], Callable[..., Tensor]]) -> Iterator[None]:
+    """Have diffusers' other attention backends be what `make` returns for their names and functions, while active."""
+    dispatch = sys.modules.get("diffusers.models.attention_dispatch")
+    backends: dict[Any, Callable[..., Tensor]] = {} if dispatch is None else dispatch._AttentionBackendRegistry._backends
+    before = {each: function for each, function in backends.items() if each.value not in CALL_TORCH}
+    backends.update({each: make(each.value, function) for each, function in before.items()})
+    try:
+        yield
+    finally:
+        backends.update(before)
+
+
 def attention_backend_of(processor: object) -> str | None:
     """Return the name of the backend that a diffusers attention processor dispatches to; None if it chooses none."""
     dispatch = sys.modules.get("diffusers.models.attention_dispatch")

@@ -28,8 +28,6 @@ from .torch_function import shared_attention
 
 TRAINING = "For training take diffusers' own enable_parallelism, or torchtitan."
 FORMS = 64  # forms of calls to remember: shapes and kinds of arguments
-REACHED_BACKENDS = {"native", "_native_cudnn", "_native_efficient", "_native_flash", "_native_math"}
-"""Attention backends of diffusers that call torch's function. Others attend out of reach."""
 
 
 _RUNNING = threading.RLock()
@@ -140,8 +138,6 @@ class ShardedCalls:
         first = form not in self._forms
         # What has attended before may leave it out on purpose, as where a step cache keeps what blocks returned.
         self._is_new = attention != self._attended or not self._processors
-        if first:
-            _check_backends(name, backends)
         if first and self._in_step:
             run = self._verified if self._verify and not self._calls else self._sharded
             out = agreement.in_step(partial(run, args, kwargs), self._mesh.whole)
@@ -199,16 +195,6 @@ class ShardedCalls:
                 "gives them to different ranks. Set batch_degree=1, or FasterCacheConfig(is_guidance_distilled=True)."
             )
         return share, share.sequence, self._config, *share.take_call(args, kwargs, self._names, self._whole)
-
-
-def _check_backends(name: str, backends: tuple[str | None, ...]) -> None:
-    if out_of_reach := {backend for backend in backends if backend is not None} - REACHED_BACKENDS:
-        raise bad_value(
-            f"attention backend of this {name}",
-            ", ".join(sorted(out_of_reach)),
-            f"{', '.join(sorted(REACHED_BACKENDS))}, which call torch's scaled_dot_product_attention",
-            'Call model.set_attention_backend("native").',
-        )
 
 
 def _check_call(called: nn.Module, module: nn.Module, mesh: SequenceMesh) -> None:

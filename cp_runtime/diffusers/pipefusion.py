@@ -22,7 +22,7 @@ from ..errors import PlanError, bad_value
 from ..nested import form_of, map_tensors, tensors
 from .calls import ShardedCalls, enabled_caches, map_outputs
 from .known import CLASSES, ENCODER, Table, known, own_table
-from .torch_function import SharedAttention
+from .torch_function import shared_attention
 
 BLOCKS = ("transformer_blocks", "single_transformer_blocks", "blocks")  # diffusers' names for lists of blocks
 
@@ -87,7 +87,7 @@ class StagedCalls(ShardedCalls):
         def run(mesh: SequenceMesh, kind: Callable[..., RunningCall]) -> Any:
             # Forwards may modify their arguments.
             fresh_args, fresh_kwargs = map_tensors((args, dict(kwargs)), Tensor.clone)
-            with self.installed.call(mesh, lambda shape: degrees, kind=kind) as call, SharedAttention(call, call.mesh.whole):
+            with self.installed.call(mesh, lambda shape: degrees, kind=kind) as call, shared_attention(call, call.mesh.whole):
                 return self.installed.forward(self._stock, *fresh_args, **fresh_kwargs)
 
         # A text is known by its identity: pipelines pass the same tensor in every step; comparing numbers waits for the device.

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from ..compat import frames_are_compiled, fused_attention_functions, not_compiled
+from ..compat import frames_are_compiled, fused_attention_functions, not_compiled, replaced_backends
 from ..engine.attention.opaque import COMPILING, Asked, attention
 from ..engine.call import RunningCall
 from ..engine.hooks import decode_streams
@@ -31,6 +33,25 @@ REMEDY = (
     "Say in the plan what the module attends to, in joint order: {path of the module: ModulePlan(attention=(...))}; attention=() "
     "where keys and values are whole on every rank."
 )
+
+KERNELS = {"flash": "flash_attn", "sage": "sage"}  # beginnings of names of diffusers' backends -> kernels for a ring that merges
+
+
+class Backend(NamedTuple):
+    """An attention backend of diffusers that is not torch's: its name, its function, and what that was given."""
+
+    name: str
+    function: Callable[..., Tensor]
+    given: Mapping[str, Any]
+
+    def attend(self, q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask: Tensor | None) -> Tensor:
+        q, k, v = (tensor.transpose(1, 2) for tensor in (q_BHSD, k_BKSD, v_BKSD))
+        mask_or_none = {"attn_mask": mask} if mask is not None or "attn_mask" in self.given else {}
+        return self.function(**{**self.given, "query": q, "key": k, "value": v, **mask_or_none}).transpose(1, 2)
+
+    @property
+    def kernel(self) -> str | None:
+        return next((kernel for name, kernel in KERNELS.items() if self.name.lstrip("_").startswith(name)), None)
 
 
 class SharedAttention(TorchFunctionMode):
@@ -81,6 +102,30 @@ class SharedAttention(TorchFunctionMode):
             self._answering = False
 
     @not_compiled
+    def attend_by(
+        self,
+        backend: Backend,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        **_: Any,
+    ) -> Tensor:
+        """Attend by a backend of diffusers, given what it was given: tensors `[B, tokens, heads, channels]`."""
+        if self._answering:
+            return backend.function(**backend.given)
+        self._answering, of = True, self._call.scope
+        try:
+            given = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+            return self._attend(*given, of.name, of.streams, backend)
+        finally:
+            self._answering = False
+
+    @not_compiled
     def _attention(
         self,
         query: Tensor,
@@ -101,11 +146,13 @@ class SharedAttention(TorchFunctionMode):
     def answer(self, asked: Asked) -> Tensor:
         """Attend for compiled code. `asked.low_precision`: it is causal."""
         scope = self._call.scope
-        by_plan, traced = decode_streams(asked.backend)
-        candidates = traced if by_plan or (scope.derived and asked.backend) else scope.streams
+        traced_scope, _, name = asked.backend.partition("@")
+        by_plan, traced = decode_streams(traced_scope)
+        candidates = traced if by_plan or (scope.derived and traced_scope) else scope.streams
+        backend = _traced_backend(name, asked) if name else None
         self._answering = True
         try:
-            return self._attend(*asked[:4], 0.0, asked.low_precision, asked.scale, asked.grouped, scope.name, candidates)
+            return self._attend(*asked[:4], 0.0, asked.low_precision, asked.scale, asked.grouped, scope.name, candidates, backend)
         finally:
             self._answering = False
 
@@ -121,9 +168,12 @@ class SharedAttention(TorchFunctionMode):
         grouped: bool,
         name: str,
         candidates: Sequence[AttentionStreams],
+        backend: Backend | None = None,
     ) -> Tensor:
         """Attend with tensors `[..., tokens, heads, channels]`. `name`, `candidates`: of the scope."""
         streams = self._streams(q.shape[-3], k.shape[-3], name or "the model", candidates)
+        if not streams[1] and backend is not None:
+            return backend.function(**backend.given)
         if not streams[1]:
             q, k, v = (tensor.transpose(-3, -2) for tensor in (q, k, v))
             out = _stock(q, k, v, mask, dropout, causal, scale=scale, enable_gqa=grouped)
@@ -133,7 +183,10 @@ class SharedAttention(TorchFunctionMode):
                 f"scaled_dot_product_attention with a query of {q.ndim} dimensions, dropout_p={dropout}, is_causal={causal}: "
                 "shared attention takes [batch, heads, tokens, channels], no dropout, and a mask or is_causal. Call model.eval()."
             )
-        return self._call.attend(q, k, v, mask=mask, scale=scale, causal=causal, streams=streams, own_masks=True)
+        attend, kernel = (None, None) if backend is None else (backend.attend, backend.kernel)
+        return self._call.attend(
+            q, k, v, mask=mask, scale=scale, attend=attend, kernel=kernel, causal=causal, streams=streams, own_masks=True
+        )
 
     def _streams(self, queries: int, keys: int, name: str, candidates: Sequence[AttentionStreams]) -> AttentionStreams:
         """Return the streams of queries and keys, given their numbers; none of keys where every rank has all of them.
@@ -189,24 +242,58 @@ _active: list[SharedAttention] = []
 
 
 @contextmanager
-def shared_attention(call: RunningCall, everyone: RankGroup, has_caches: Callable[[], object]) -> Iterator[SharedAttention]:
+def shared_attention(
+    call: RunningCall, everyone: RankGroup, has_caches: Callable[[], object] = lambda: True
+) -> Iterator[SharedAttention]:
     """Share attention while active: by a mode, or, where functions are compiled as they are called, in torch's namespace: behind a
     graph break the compiler mixes up arguments below a mode.
 
     `has_caches`: whether step caches are enabled, whose means only a mode sees. `everyone`: see `SharedAttention`.
     """
     shared = SharedAttention(call, everyone)
-    if not frames_are_compiled() or has_caches():
-        with shared:
-            yield shared
-        return
-    before, F.scaled_dot_product_attention = F.scaled_dot_product_attention, _shared
     _active.append(shared)
     try:
-        yield shared
+        with replaced_backends(_backend):
+            if not frames_are_compiled() or has_caches():
+                with shared:
+                    yield shared
+            else:
+                before, F.scaled_dot_product_attention = F.scaled_dot_product_attention, _shared
+                try:
+                    yield shared
+                finally:
+                    F.scaled_dot_product_attention = before
     finally:
         _active.pop()
-        F.scaled_dot_product_attention = before
+
+
+@cache
+def _backend(name: str, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return what stands in for a backend of diffusers: the same for the same one, as compiled code looks it up."""
+    _functions[name] = function
+
+    def attend(**given: Any) -> Tensor:
+        if not torch.compiler.is_compiling():
+            return _active[-1].attend_by(Backend(name, function, given), **given)
+        scope, grouped = COMPILING.scopes[-1] if COMPILING.scopes else "", given.get("enable_gqa", False)
+        qkv, causal = (given["query"], given["key"], given["value"]), given.get("is_causal", False)
+        out: Tensor = attention(*qkv, given.get("attn_mask"), f"{scope}@{name}", given.get("scale"), None, grouped, causal, False)
+        return out
+
+    return attend
+
+
+_functions: dict[str, Callable[..., Tensor]] = {}
+
+
+def _traced_backend(name: str, asked: Asked) -> Backend:
+    """Return a backend that compiled code has asked for."""
+    given = dict(
+        query=asked.q, key=asked.k, value=asked.v, attn_mask=asked.mask, scale=asked.scale, is_causal=asked.low_precision,
+        enable_gqa=asked.grouped,
+    )  # fmt: skip
+    taken = inspect.signature(_functions[name]).parameters
+    return Backend(name, _functions[name], {each: value for each, value in given.items() if each in taken})
 
 
 def _shared(*args: Any, **kwargs: Any) -> Tensor:

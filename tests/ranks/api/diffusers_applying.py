@@ -1,11 +1,16 @@
 """Applying, removing, configurations, meshes and plans. Each check runs on every rank."""
 
+import inspect
 from functools import partial
+from unittest import mock
 
 import diffusers
 import torch
+import torch.nn.functional as F
+from diffusers.models import attention_dispatch
 from diffusers.models._modeling_parallel import ContextParallelInput as DiffusersInput
-from diffusers_cases import degrees, flux, ltx_2, normal, padding, qwen
+from diffusers.models.attention_dispatch import AttentionBackendName
+from diffusers_cases import MODES, degrees, flux, ltx_2, normal, padding, qwen
 from diffusers_models import ANYTHING, build, close, fingerprint, forward, refused, relative, same
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
@@ -136,7 +141,7 @@ def gradients(rank: int, world: int) -> None:
 
 
 def backends(rank: int, world: int) -> None:
-    """The backend that was chosen computes each part of a ring, too; one that is out of reach is refused by its name."""
+    """The backend that was chosen computes each part of a ring, too."""
     model, inputs, used = build("flux"), flux(), []
     expected = forward(model, inputs)
     for kernel in kernels.KERNELS:
@@ -150,12 +155,48 @@ def backends(rank: int, world: int) -> None:
                 module.processor._attention_backend = backend
         close(relative(forward(model, inputs), expected))
         assert set(used) == {runs}
-    remove_context_parallel(model)
-    for module in model.modules():
-        if hasattr(module, "processor"):
-            module.processor._attention_backend = "flex"
-    apply_context_parallel(model, ContextParallelConfig(ulysses_degree=world, **ANYTHING))
-    refused(lambda: forward(model, inputs), "Got 'flex'", "allowed: _native_cudnn", "set_attention_backend")
+
+
+def other_backends(rank: int, world: int) -> None:
+    """Backends that are not torch's get what Ulysses, or a ring at once, gathered, in blocks compiled or not; their functions are
+    stand-ins."""
+    model, inputs, ran = build("flux"), flux(), []
+    expected = forward(model, inputs)
+
+    def attend(query, key, value, attn_mask=None, scale=None, is_causal=False, enable_gqa=False, _parallel_config=None):
+        assert attn_mask is None
+        ran.append((query.shape[2], key.shape[1]))
+        q, k, v = (each.transpose(1, 2) for each in (query, key, value))
+        return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=enable_gqa).transpose(1, 2)
+
+    registry = attention_dispatch._AttentionBackendRegistry
+    names = (
+        AttentionBackendName.FLASH,
+        AttentionBackendName._FLASH_3_HUB,
+        AttentionBackendName.SAGE,
+        AttentionBackendName.XFORMERS,
+    )
+    for name in names:
+        taken = set(inspect.signature(attend).parameters)
+        with (
+            mock.patch.dict(registry._backends, {name: attend}),
+            mock.patch.dict(registry._supported_arg_names, {name: taken}),
+        ):
+            for module in model.modules():
+                if hasattr(module, "processor"):
+                    module.processor._attention_backend = name
+            for mode in MODES:
+                ran.clear()
+                same(model, ContextParallelConfig(**degrees(mode, world), **ANYTHING), inputs, expected, (name, mode))
+                heads = 4 if mode == "ring allgather" else 4 // world
+                assert ran == ([] if mode == "ring alltoall" else [(heads, 37)] * 4), (name, mode, ran)
+            assert registry._backends[name] is attend
+    with mock.patch.dict(registry._backends, {name: attend}), mock.patch.dict(registry._supported_arg_names, {name: taken}):
+        torch._dynamo.reset()
+        ran.clear()
+        model.compile_repeated_blocks(fullgraph=True, backend="eager")
+        same(model, ContextParallelConfig(ulysses_degree=world, **ANYTHING), inputs, expected)
+        assert ran == [(4 // world, 37)] * 4, ran
 
 
 def fsdp(rank: int, world: int) -> None:

@@ -503,9 +503,10 @@ CHECKS = (
 # What is refused, and with which words, is the same on any number of ranks.
 ON_TWO_RANKS = (
     "applied_twice", "degrees_that_do_not_fit", "wrong_plans", "gradients", "unknown_tokens", "not_gathered", "backends",
+    "other_backends",
     "plans_that_say_too_little", "streams_in_no_order", "caches", "compiled", "errors_of_one_rank", "wrapped_before",
     "later_inputs", "weights_of_one_rank", "wrapped_forwards", "both_halves_cached", "left_out_on_purpose", "attended_another_way",
-    "blocks_change_in_the_forward",
+    "blocks_change_in_the_forward", "features_of_diffusers",
 )  # fmt: skip
 ON_TWO_AXES = ("configs", "meshes", "other_ways", "batch_axis", "batch_axis_alone", "fsdp")
 

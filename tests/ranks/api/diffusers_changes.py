@@ -1,6 +1,7 @@
 """What is changed after applying: modules, weights, forwards and inputs. Each check runs on every rank."""
 
 import warnings
+from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
 from unittest import mock
@@ -205,3 +206,36 @@ def wrapped_forwards(rank: int, world: int) -> None:
     said = [str(each.message) for each in told if "was called on this rank alone" in str(each.message)]
     assert len(said) == 1, said
     assert "partial has replaced its forward since apply_context_parallel" in said[0], said
+
+
+FEATURES: dict[str, Callable[[Any], object]] = {
+    "casting": lambda model: model.enable_layerwise_casting(storage_dtype=torch.bfloat16, compute_dtype=torch.float32),
+    "fused": lambda model: model.fuse_qkv_projections(),
+}
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def features_of_diffusers(rank: int, world: int) -> None:
+    """Before applying and after, of whole weights and of parts: right, or refused where that would change weights."""
+    config = ContextParallelConfig(ulysses_degree=world, **ANYTHING)
+    for name, enable in FEATURES.items():
+        model = build("flux")
+        enable(model)
+        expected = forward(model, flux())
+        for before in (True, False):
+            for shard in (True, False):
+                model = build("flux")
+                if before:
+                    enable(model)
+                applied = apply_context_parallel(model, config, shard_weights=shard)
+                if not before:
+                    forward(model, flux())
+                    if shard:
+                        refused(partial(enable, model), "every rank keeps a part", "remove_context_parallel")
+                        continue
+                    enable(model)
+                for _ in range(2):
+                    close(relative(forward(model, flux()), expected), (name, before, shard))
+                applied.remove()
+                close(relative(forward(model, flux()), expected), (name, before, shard))
