@@ -170,9 +170,6 @@ def _described(module: nn.Module) -> Iterator[object]:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Return the sum of a tensor's elements, taken as integers: the same in any order of adding, on any device."""
+    """Return the sum of a tensor's elements, taken as integers: the same in any order of adding, in any memory, on any device."""
     data = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    size, wide = data.element_size(), INTEGERS[8]
-    if size < wide.itemsize and data.is_contiguous() and not (data.numel() * size % 8 or data.storage_offset() * size % 8):
-        return data.detach().view(-1).view(wide).sum()  # fewer elements: a quarter of the time
-    return data.detach().view(INTEGERS[size]).sum()
+    return data.detach().view(INTEGERS[data.element_size()]).sum()

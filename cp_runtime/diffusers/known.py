@@ -42,6 +42,18 @@ class _IfDims:
         return self.split(state, value, where) if isinstance(value, Tensor) and value.ndim == self.split.expected_dims else value
 
 
+class _WholeMask:
+    """Keeps a mask `[B, queries, keys]` for the attention over all image or video tokens. The module gets one of this rank's tokens
+    that hides nothing, since it fits masks to them."""
+
+    def __call__(self, state: CallState, value: Any, where: str) -> Any:
+        if not isinstance(value, Tensor) or state.world_size == 1:
+            return value
+        state.whole_masks[(HIDDEN,), (HIDDEN,)] = value[:, None]
+        own = state.layout((HIDDEN,)).local_lengths[state.rank]
+        return value.new_zeros(value.shape[0], own, own)
+
+
 _TEXT_FIRST, _IMAGE_FIRST = (ENCODER, HIDDEN), (HIDDEN, ENCODER)
 _TOKENS, _TOKENS_OUT = ContextParallelInput(1, 3), ContextParallelInput(1, 4, split_output=True)
 _POSITIONS_OUT = ContextParallelInput(0, 2, split_output=True)
@@ -74,6 +86,7 @@ _LTX_2: Table = {
     },
     "rope": _SPLIT_ROPE,
     "cross_attn_rope": _SPLIT_ROPE,
+    "transformer_blocks.*": ModulePlan(inputs={"self_attention_mask": _WholeMask()}),
     "transformer_blocks.*.audio_attn1": _WHOLE,
     "transformer_blocks.*.audio_attn2": _WHOLE,
     "transformer_blocks.*.audio_to_video_attn": _WHOLE,

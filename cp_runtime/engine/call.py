@@ -198,7 +198,7 @@ class RunningCall:
             if streams is None:
                 streams = self._streams(q_BLHD.shape[1], k_BLKD.shape[1], mask)
             q_layout, k_layout = map(self.state.layout, streams)
-            mask = self.state.padding.get(streams[1], mask)
+            mask = self.state.whole_masks.get(streams, self.state.padding.get(streams[1], mask))
             B, _, H, D = q_BLHD.shape
             shape = attention_shape(B, q_layout.total, k_layout.total, H, k_BLKD.shape[2], D, q_BLHD.element_size())
             if attend is not None and self.in_joint_order:

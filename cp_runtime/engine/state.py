@@ -46,6 +46,7 @@ class CallState:
         masked: id of a mask -> the mask, and the streams of its queries and keys, if a transform knows them.
         padding: streams of keys -> additive mask over all of them, in joint order, that hides the padding of shorter batch items.
             It replaces the mask that a module makes for the padding on this rank.
+        whole_masks: streams of queries and keys -> mask over all of them, in joint order, that takes the place of another one.
         in_turn: streams of the attentions that follow each other, over and over, if a transform knows them.
         whole: streams gathered on every rank.
         on_all: modules get all tokens at this point of the forward, on every rank.
@@ -71,6 +72,7 @@ class CallState:
         self.grids: dict[str, tuple[int, ...]] = {}
         self.masked: dict[int, tuple[Tensor, AttentionStreams]] = {}  # with the mask, so that no other gets its id
         self.padding: dict[tuple[str, ...], Tensor] = {}
+        self.whole_masks: dict[AttentionStreams, Tensor] = {}
         self.in_turn: list[AttentionStreams] = []
         self.whole: set[str] = set()
         self.on_all = False
@@ -158,6 +160,7 @@ class CallState:
         self.arguments = {}
         self.masked.clear()
         self.padding.clear()
+        self.whole_masks.clear()
         self._memo.clear()
         self._outer.clear()
         self._gather = None

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from cp_runtime.engine.plan import ModulePlan, find_modules
+from cp_runtime.engine.plan import ModulePlan, argument_positions, find_modules
 from cp_runtime.engine.ranks.sharding import Split
 from cp_runtime.engine.state import CallState
 from cp_runtime.engine.transforms import ContextParallelInput, ContextParallelOutput, TokenRanges
@@ -189,3 +189,46 @@ def test_a_module_that_a_list_holds_twice_is_planned_once():
     block = Block()
     assert find_modules(nn.ModuleList([block, Block(), block]), "*")[0] == ("0", block)
     assert len(find_modules(nn.ModuleList([block, Block(), block]), "*")) == 2
+
+
+class Wrapper(nn.Module):
+    """As layers of PEFT and blocks of caches are: what it is given goes on."""
+
+    def __init__(self, inner, model=None):
+        super().__init__()
+        self.model, self.inner = model, inner
+
+    def forward(self, x, *args, **kwargs):
+        return self.inner(x, *args, **kwargs)
+
+
+def test_a_wrapper_counts_as_what_it_wraps():
+    model = nn.ModuleDict({"out": nn.Linear(2, 2)})
+    linear, model["out"] = model["out"], Wrapper(model["out"])
+    assert find_modules(model, "out") == [("out", model["out"])]
+    assert argument_positions(model["out"])["input"] == 0
+    model["block"] = Wrapper(nn.ModuleDict({"attn": linear}))
+    assert find_modules(model, "block.attn") == [("block.inner.attn", linear)]
+
+
+def test_a_wrapper_of_several_blocks_stands_for_all_of_them():
+    """It may hold the model that it is in."""
+    blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
+    model = nn.ModuleDict({"blocks": blocks})
+    model["blocks"] = nn.ModuleList([Wrapper(blocks, model)])
+    assert find_modules(model, "blocks.0") == [("blocks.0", model["blocks"][0])]
+    assert [module for _, module in find_modules(model, "blocks.*")] == [model["blocks"][0], *blocks]
+    assert all(model.get_submodule(path) is module for path, module in find_modules(model, "blocks.*"))
+    assert argument_positions(model["blocks"][0])["input"] == 0
+
+
+def test_a_block_that_takes_more_than_it_names_is_no_wrapper():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+
+        def forward(self, x, y, z, *args, **kwargs):
+            return self.linear(x)
+
+    assert "input" not in argument_positions(Block())

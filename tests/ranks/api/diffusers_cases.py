@@ -370,6 +370,8 @@ CASES = [
     Case("ltx 2.5 keyframes", "ltx 2.5",
         lambda: ltx_2_3(video_keyframes_mask=(torch.arange(60) < 20).float()[None, :, None], **token_steps(1, 60, 5)),
         "video_keyframes_mask"),
+    Case("ltx 2 references batch 2", "ltx 2", lambda: ltx_2(2, isolate_modalities=False, video_self_attention_mask=
+        (normal(2, 60, 60) > 0).float()), "video_self_attention_mask"),
     Case("ltx 2 mask batch 2", "ltx 2", lambda: ltx_2(batch=2, encoder_attention_mask=padding(3, 6, length=7)), LTX_MASK),
     Case("chronoedit", "chronoedit", wan_i2v),
     Case("chronoedit two frames batch 2", "chronoedit", lambda: wan_i2v(batch=2, frames=2, height=6, width=6)),

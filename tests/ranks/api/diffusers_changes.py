@@ -105,9 +105,9 @@ def planned_modules_change(rank: int, world: int) -> None:
         config = ContextParallelConfig(**degrees(MODES[turn % len(MODES)], world), **ANYTHING)
         applied = apply_context_parallel(model, config, plan_of(model))
         for change in ("wrapped", "unwrapped", "replaced"):
-            for path in paths:
+            for path in sorted(paths, key=lambda path: path.count("."), reverse=change == "wrapped"):  # from inside, and back
                 if change == "replaced":
-                    _put(model, path, fresh.get_submodule(path.replace(".inner", "")))
+                    _put(model, path, fresh.get_submodule(path))
                 elif change == "wrapped":
                     _put(model, path, Wrapper(model.get_submodule(path)))
                 else:

@@ -1,0 +1,51 @@
+"""What a checksum tells apart, and when a number for weights is made again."""
+
+import pytest
+import torch
+from torch import nn
+
+from cp_runtime.diffusers.checksums import COUNTED, Weights, checksum
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint8, torch.bool, torch.complex64],
+)
+@pytest.mark.parametrize("shape", [(3, 5), (4, 8), (1,), (0,)])
+def test_a_checksum_is_of_numbers_and_not_of_their_place_in_memory(dtype, shape):
+    values = torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype)
+    moved = torch.cat([values.reshape(-1)[:0], torch.zeros(1).to(dtype), values.reshape(-1)])[1:].reshape(shape)
+    assert checksum(moved) == checksum(values)
+    if values.ndim == 2:
+        assert checksum(values.T.contiguous().T) == checksum(values)
+    if values.numel() > 1:
+        assert checksum(torch.zeros_like(values)) != checksum(values)
+
+
+def test_a_number_expanded_over_a_batch_has_a_checksum():
+    assert checksum(torch.tensor(3.0).expand(4)) == checksum(torch.full((4,), 3.0))
+
+
+def test_a_number_for_weights_follows_every_change_that_torch_counts():
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(COUNTED)))  # two weights each
+    weights = Weights(model)
+    before = weights.number(CPU).item()
+    assert weights.number(CPU).item() == before
+    with torch.no_grad():
+        model[-1].bias += 1
+    assert len({weights.number(CPU).item() for _ in range(3)} - {before}) == 1
+    changed = weights.number(CPU).item()
+    model[0] = nn.Sequential(model[0])
+    assert weights.number(CPU).item() != changed
+    weights.stop()
+
+
+def test_the_number_is_the_same_for_the_same_weights():
+    made = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        made.append(nn.Linear(100, 100))
+    one, other = (Weights(model).number(CPU).item() for model in made)
+    assert one == other
