@@ -78,7 +78,7 @@ class ShardedCalls:
         self._config, self._mesh = config, mesh
         self.weights: ShardedWeights | None = None
         self._verify, self._turn = verify, Turn(module)
-        self._processors = [inner for inner in module.modules() if hasattr(inner, "processor")]
+        self._processors = attending(module)
         self._names, self._whole = argument_names(module), for_all_items(module, installed.plan.modules.get(""))
         self._forms: set[object] = set()
         self._attended: object = None  # backends and processors of the last call
@@ -130,7 +130,8 @@ class ShardedCalls:
                 "False, since tokens are split and gathered between graphs",
                 "Compile its blocks: model.compile_repeated_blocks(fullgraph=True).",
             )
-        self.installed.refresh()
+        if self.installed.refresh():
+            self._processors = attending(self._module)
         posted = self._checksums.begin(self._stock, args, kwargs, _mode_error(self._module))
         backends = tuple(attention_backend_of(attention.processor) for attention in self._processors)
         attention = (backends, *(type(attention.processor) for attention in self._processors))
@@ -231,6 +232,11 @@ def enabled_caches(module: nn.Module) -> str:
     """Return the names of diffusers' cache hooks on a module's parts; empty if there are none."""
     names = {name for part in module.modules() if (hooks := vars(part).get("_diffusers_hook")) is not None for name in hooks.hooks}
     return ", ".join(sorted(name for name in names if "cache" in name or "broadcast" in name or name.startswith("fbc")))
+
+
+def attending(module: nn.Module) -> list[nn.Module]:
+    """Return diffusers' attention modules in a module."""
+    return [inner for inner in module.modules() if hasattr(inner, "processor")]
 
 
 def joins_items(module: nn.Module) -> bool:

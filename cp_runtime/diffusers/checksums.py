@@ -160,13 +160,13 @@ def _described(module: nn.Module) -> Iterator[object]:
     """Yield what is the same on all ranks: names and classes of parts, weights, and checksums of some of their elements."""
     for name, part in module.named_modules():
         yield name, type(part).__qualname__
-    sums: dict[torch.device, list[Tensor]] = {}
+    sums: dict[torch.device, dict[str, Tensor]] = {}  # by device, to wait for each once
     for name, weight in module.named_parameters():
         yield name, type(weight).__qualname__, tuple(weight.shape), weight.dtype
         if type(weight) in PLAIN and weight.numel() and not weight.is_meta:
-            sums.setdefault(weight.device, []).append(checksum(weight.detach().reshape(-1)[:SAMPLE]))
-    for some in sums.values():
-        yield torch.stack(some).tolist()
+            sums.setdefault(weight.device, {})[name] = checksum(weight.detach().reshape(-1)[:SAMPLE])
+    # Offloaded weights may be on other devices of other ranks.
+    yield sorted(pair for some in sums.values() for pair in zip(some, torch.stack([*some.values()]).tolist(), strict=True))
 
 
 def checksum(tensor: Tensor) -> Tensor:

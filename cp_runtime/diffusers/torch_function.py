@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
@@ -42,7 +42,7 @@ class Backend(NamedTuple):
 
     name: str
     function: Callable[..., Tensor]
-    given: Mapping[str, Any]
+    given: dict[str, Any]
 
     def attend(self, q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask: Tensor | None) -> Tensor:
         q, k, v = (tensor.transpose(1, 2) for tensor in (q_BHSD, k_BKSD, v_BKSD))
@@ -102,26 +102,17 @@ class SharedAttention(TorchFunctionMode):
             self._answering = False
 
     @not_compiled
-    def attend_by(
-        self,
-        backend: Backend,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-        **_: Any,
-    ) -> Tensor:
-        """Attend by a backend of diffusers, given what it was given: tensors `[B, tokens, heads, channels]`."""
+    def attend_by(self, backend: Backend) -> Tensor:
+        """Attend by a backend of diffusers, with what it was given: tensors `[B, tokens, heads, channels]`."""
         if self._answering:
             return backend.function(**backend.given)
+        given: Callable[..., Any] = backend.given.get
         self._answering, of = True, self._call.scope
         try:
-            given = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-            return self._attend(*given, of.name, of.streams, backend)
+            return self._attend(
+                given("query"), given("key"), given("value"), given("attn_mask"), given("dropout_p", 0.0),
+                given("is_causal", False), given("scale"), given("enable_gqa", False), of.name, of.streams, backend,
+            )  # fmt: skip
         finally:
             self._answering = False
 
@@ -274,7 +265,7 @@ def _backend(name: str, function: Callable[..., Tensor]) -> Callable[..., Tensor
 
     def attend(**given: Any) -> Tensor:
         if not torch.compiler.is_compiling():
-            return _active[-1].attend_by(Backend(name, function, given), **given)
+            return _active[-1].attend_by(Backend(name, function, given))
         scope, grouped = COMPILING.scopes[-1] if COMPILING.scopes else "", given.get("enable_gqa", False)
         qkv, causal = (given["query"], given["key"], given["value"]), given.get("is_causal", False)
         out: Tensor = attention(*qkv, given.get("attn_mask"), f"{scope}@{name}", given.get("scale"), None, grouped, causal, False)

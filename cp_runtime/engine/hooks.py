@@ -148,11 +148,13 @@ class InstalledPlan(Generic[PlanT]):
             self._find_again()
 
     @not_compiled
-    def refresh(self) -> None:
-        """Move the hooks to the modules that are at the plan's paths now. Raises PlanError if there are none."""
-        if self._is_stale:
-            self._is_stale = False
+    def refresh(self) -> bool:
+        """Move the hooks to the modules that are at the plan's paths now; return whether they may be others. Raises PlanError if a
+        path leads nowhere."""
+        is_stale, self._is_stale = self._is_stale, False
+        if is_stale:
             self._find_again()
+        return is_stale
 
     def _find_again(self) -> None:
         self.plan.check(self.model)

@@ -167,11 +167,13 @@ class BesideTorch:
 
 def attended_another_way(rank: int, world: int) -> None:
     """It is refused by its name, in the first call and in later ones, also where another call has attended."""
-    for called in (False, True):
+    for called, replaced in ((False, False), (True, False), (True, True)):
         model = build("flux")
         apply_context_parallel(model, ContextParallelConfig(ulysses_degree=world, **ANYTHING))
         if called:
             forward(model, flux())
+        if replaced:
+            model.transformer_blocks[1].attn = build("flux").transformer_blocks[1].attn
         model.transformer_blocks[1].attn.processor = BesideTorch()
         refused(partial(forward, model, flux()), "transformer_blocks.1.attn", "but by BesideTorch", 'backend "native"')
 
