@@ -24,9 +24,11 @@ from ..errors import PlanError, bad_value
 from ..nested import form_of, rebuild, tensors
 from . import agreement
 from .checksums import Checksums
+from .known import known
 from .torch_function import shared_attention
 
 TRAINING = "For training take diffusers' own enable_parallelism, or torchtitan."
+KEPT = ("kv_cache", "kv_caches")  # arguments of diffusers' classes: what is attended to again in later calls
 FORMS = 64  # forms of calls to remember: shapes and kinds of arguments
 
 
@@ -132,7 +134,7 @@ class ShardedCalls:
             )
         if self.installed.refresh():
             self._processors = attending(self._module)
-        posted = self._checksums.begin(self._stock, args, kwargs, _mode_error(self._module))
+        posted = self._checksums.begin(self._stock, args, kwargs, _call_error(self._module, kwargs))
         backends = tuple(attention_backend_of(attention.processor) for attention in self._processors)
         attention = (backends, *(type(attention.processor) for attention in self._processors))
         form = (form_of(args), form_of(kwargs), attention)
@@ -209,9 +211,11 @@ def _check_call(called: nn.Module, module: nn.Module, mesh: SequenceMesh) -> Non
         raise PlanError(f"this {name} is a copy of one that is context parallel. Call remove_context_parallel before copying it.")
 
 
-def _mode_error(module: nn.Module) -> PlanError | None:
-    """Return the error in the module's mode, or None."""
+def _call_error(module: nn.Module, kwargs: Mapping[str, Any]) -> PlanError | None:
+    """Return the error in the module's mode, or in what it is given, or None."""
     name = type(module).__name__
+    if known(module) and (kept := [each for each in KEPT if kwargs.get(each) is not None]):
+        return PlanError(f"this {name} would keep keys and values in {kept[0]}, and a rank has those of its tokens. Leave it out.")
     if module.training:
         return PlanError(f"this {name} is in training mode; context parallelism is for inference. Call its eval(). {TRAINING}")
     if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters()):

@@ -5,7 +5,9 @@ from typing import Any
 
 import diffusers_pipelines as pipelines
 import torch
-from diffusers_cases import CASES, MODES, degrees, flux, normal, padding, qwen
+from diffusers.models.transformers.transformer_flux2 import Flux2KVCache
+from diffusers.models.transformers.transformer_glm_image import GlmImageKVCache
+from diffusers_cases import CASES, MODES, degrees, flux, flux_2, glm_image, normal, padding, qwen
 from diffusers_models import ANYTHING, build, close, forward, plan_of, refused, relative, same
 
 from cp_runtime import ContextParallelConfig, apply_context_parallel, remove_context_parallel
@@ -63,6 +65,15 @@ def other_inputs(rank: int, world: int) -> None:
         other = ContextParallelConfig(ulysses_degree=world, **ANYTHING, shares=shares)
         words = ("check_inputs" if more else "shares", "same arguments on all ranks")
         refused(partial(apply_context_parallel, model, other, **more), *words)
+
+
+def keys_and_values_kept(rank: int, world: int) -> None:
+    """For later calls they are of some tokens only, on every rank."""
+    for name, call in (("flux 2", flux_2() | dict(kv_cache_mode="extract", num_ref_tokens=10)), ("glm image", glm_image())):
+        model = build(name)
+        apply_context_parallel(model, ContextParallelConfig(ulysses_degree=world, **ANYTHING))
+        kept = {"kv_cache": Flux2KVCache(2, 2)} if name == "flux 2" else {"kv_caches": GlmImageKVCache(2)}
+        refused(partial(model, **call, **kept), f"keep keys and values in {next(iter(kept))}", "Leave it out")
 
 
 def batch_axis(rank: int, world: int) -> None:
