@@ -8,10 +8,11 @@ from diffusers_cases import normal, padding
 from diffusers_models import build, fill
 from torch import Tensor
 
+from cp_runtime.nested import tensors
+
 # Imported here, and so before the ranks are forked: each takes seconds.
-CLASSES = {
-    name: getattr(diffusers, f"{name}Pipeline") for name in ("StableDiffusion3", "Flux", "Wan", "QwenImage", "LTX")
-}  # fmt: skip
+NAMES = ("StableDiffusion3", "Flux", "Wan", "QwenImage", "LTX", "LTXImageToVideo", "Chroma", "ZImage")
+CLASSES = {name: getattr(diffusers, f"{name}Pipeline") for name in NAMES}
 COMPONENTS = ("vae", "text_encoder", "tokenizer")
 PROMPT, NEGATIVE = normal(1, 7, 24), normal(1, 7, 24, seed=1)
 POOLED, NEGATIVE_POOLED = normal(1, 12), normal(1, 12, seed=1)
@@ -44,6 +45,28 @@ PIPELINES: dict[str, tuple[str, str, dict[str, Any]]] = {
             width=160, num_frames=17,
         ),
     ),
+    "chroma": (
+        "Chroma",
+        "chroma",
+        dict(
+            CFG, prompt_attention_mask=padding(5, length=7), negative_prompt_attention_mask=padding(3, length=7),
+            guidance_scale=4.0, **IMAGE,
+        ),
+    ),
+    "z image": (
+        "ZImage",
+        "z image",
+        dict(prompt_embeds=[PROMPT[0]], negative_prompt_embeds=[NEGATIVE[0]], guidance_scale=4.0, **IMAGE),
+    ),
+    # A noise level per token: the first frame is there already.
+    "ltx from an image": (
+        "LTXImageToVideo",
+        "ltx",
+        dict(
+            CFG, prompt_attention_mask=padding(7, length=7), negative_prompt_attention_mask=padding(4, length=7), height=128,
+            width=160, num_frames=17, image=normal(1, 3, 128, 160).clamp(-1, 1), latents=normal(1, 60, 16),
+        ),
+    ),
 }  # fmt: skip
 
 
@@ -66,4 +89,5 @@ def arguments(name: str) -> dict[str, Any]:
 
 
 def run(name: str, pipe: Any) -> Tensor:
-    return pipe(generator=torch.Generator().manual_seed(0), return_dict=False, **arguments(name))[0]
+    (out,) = tensors(pipe(generator=torch.Generator().manual_seed(0), return_dict=False, **arguments(name)))
+    return out
