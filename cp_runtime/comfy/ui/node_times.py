@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
 import nodes
 from comfy_execution.progress import ProgressHandler, ProgressRegistry
 
-from ...controller.prompt_times import DENOISING, LOADING, OTHER, TEXT, UPSCALING, VAE, PromptTimes
+from ...controller.prompt_times import PromptTimes
+from .node_parts import part_of
 from .runtime import CONTROLLER
-
-MODELS = {"MODEL", "CLIP", "VAE", "CLIP_VISION", "CONTROL_NET", "STYLE_MODEL", "UPSCALE_MODEL"}
-"""Types of sockets: a node that has one as an output, and does nothing else, loads."""
-PICTURES = {"IMAGE", "LATENT", "AUDIO", "VIDEO"}
 
 
 class NodeTimes(ProgressHandler):
@@ -27,7 +22,8 @@ class NodeTimes(ProgressHandler):
         CONTROLLER.journal.prompt = self._times
 
     def start_handler(self, node_id: str, state: Any, prompt_id: str) -> None:
-        self._times.enter(part_of(self._graph.get_node(node_id)["class_type"]))
+        cls = nodes.NODE_CLASS_MAPPINGS.get(self._graph.get_node(node_id)["class_type"])
+        self._times.enter(part_of(cls))
 
     def finish_handler(self, node_id: str, state: Any, prompt_id: str) -> None:
         self._times.leave()
@@ -43,28 +39,3 @@ def watch_nodes() -> None:
         self.register_handler(NodeTimes(self))
 
     ProgressRegistry.__init__ = init
-
-
-@cache
-def part_of(class_type: str) -> str:
-    """Return the part of a prompt that a class of nodes belongs to, by the types of its sockets."""
-    cls = nodes.NODE_CLASS_MAPPINGS.get(class_type)
-    if cls is None:
-        return OTHER
-    taken, given = input_types(cls), set(map(str, cls.RETURN_TYPES or ()))
-    if taken & {"MODEL", "GUIDER"} and given & PICTURES:
-        return DENOISING
-    if "VAE" in taken and given & PICTURES:
-        return VAE
-    if "UPSCALE_MODEL" in taken and given & PICTURES:
-        return UPSCALING
-    if taken & {"CLIP", "CLIP_VISION"} and "CONDITIONING" in given:
-        return TEXT
-    return LOADING if given & MODELS else OTHER
-
-
-def input_types(cls: Any) -> set[str]:
-    """Return the types of a node's inputs; combos have none."""
-    groups: Mapping[str, Any] = cls.INPUT_TYPES()
-    inputs = [each for group in ("required", "optional") for each in (groups.get(group) or {}).values()]
-    return {each[0] for each in inputs if each and isinstance(each[0], str)}
