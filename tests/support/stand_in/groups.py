@@ -12,6 +12,7 @@ from . import LINK, memory, messages
 
 SLOW = "slow"  # to connect
 LATE = "late"  # to arrive, as what goes through the host's memory
+SPEED = 2e9  # bytes per second of what is late
 _of_nccl: set[str] = set()
 """Names of process groups."""
 
@@ -20,7 +21,7 @@ def _broken(tensors: list[torch.Tensor]) -> None:
     """Do what a machine does on which NCCL's messages do not arrive."""
     what, _, only = os.environ.get(LINK, "").partition(" ")
     if what == LATE:
-        time.sleep(0.1)
+        time.sleep(max(0.1, sum(tensor.nbytes for tensor in tensors) / SPEED))
     if what in ("", SLOW, LATE) or (only == "p2p" and os.environ.get("NCCL_P2P_DISABLE") == "1"):
         return
     if what == "hang":
