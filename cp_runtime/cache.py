@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .system import system
+from .system.environment import cache_root
 
 log = logging.getLogger("context_parallel")
 
@@ -28,7 +29,7 @@ MAX_BYTES = 1 << 20  # of a file to read: while JSON is read, nothing else runs 
 
 def cache_folder() -> str:
     """Return this user's cache folder for this pack."""
-    return os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "comfyui-context-parallel")
+    return os.path.join(cache_root(), "comfyui-context-parallel")
 
 
 class CacheFile:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import mmap
 
 import torch
 from torch import Tensor
 
 from .system import system
+from .system.native import address_of
 
 PORTABLE = 1  # cudaHostRegisterPortable: for every context of the process
 
@@ -22,7 +22,7 @@ class PinnableMemory(mmap.mmap):
     def pin(self) -> int:
         """Pin it, once; return CUDA's error, 0 = none."""
         if self.error is None:
-            self._address, self._device = ctypes.addressof(ctypes.c_char.from_buffer(self)), torch.cuda.current_device()
+            self._address, self._device = address_of(self), torch.cuda.current_device()
             self.error = int(torch.cuda.cudart().cudaHostRegister(self._address, len(self), PORTABLE))
             if self.error:
                 with contextlib.suppress(RuntimeError):  # CUDA keeps its last error, which the next kernel raises

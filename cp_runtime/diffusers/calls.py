@@ -217,7 +217,7 @@ def _call_error(module: nn.Module, kwargs: Mapping[str, Any]) -> PlanError | Non
     if known(module) and (kept := [each for each in KEPT if kwargs.get(each) is not None]):
         return PlanError(f"this {name} would keep keys and values in {kept[0]}, and a rank has those of its tokens. Leave it out.")
     if module.training:
-        return PlanError(f"this {name} is in training mode; context parallelism is for inference. Call its eval(). {TRAINING}")
+        return PlanError(f"this {name} is in training mode; context parallelism is for inference. Call its method eval. {TRAINING}")
     if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters()):
         return PlanError(f"this {name} would record gradients. Call it under torch.inference_mode() or torch.no_grad(). {TRAINING}")
     return None

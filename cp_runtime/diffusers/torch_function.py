@@ -172,7 +172,8 @@ class SharedAttention(TorchFunctionMode):
         if q.ndim != 4 or dropout or (mask is not None and causal):
             raise PlanError(
                 f"scaled_dot_product_attention with a query of {q.ndim} dimensions, dropout_p={dropout}, is_causal={causal}: "
-                "shared attention takes [batch, heads, tokens, channels], no dropout, and a mask or is_causal. Call model.eval()."
+                "shared attention takes [batch, heads, tokens, channels], no dropout, and a mask or is_causal. "
+                "Call the model's method eval."
             )
         attend, kernel = (None, None) if backend is None else (backend.attend, backend.kernel)
         return self._call.attend(

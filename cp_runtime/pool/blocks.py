@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import socket
 import time
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from ..errors import PoolError
 from ..system import system
+from ..system.interfaces import listening_port
 from .frames import Buffer
 from .launcher import starting
 
@@ -125,10 +125,9 @@ class Shared:
         """Return the port of a store on loopback, in place of the file, for ranks that cannot open that. There is one."""
         if self._listening is not None:
             return int(self._listening.port)
-        listener = socket.create_server((LOOPBACK, 0))  # torch's own listens on all interfaces
-        port = int(listener.getsockname()[1])
+        port, listener = listening_port(LOOPBACK)  # torch's own listens on all interfaces
         self._listening = dist.TCPStore(
-            LOOPBACK, port, world_size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+            LOOPBACK, port, world_size, is_master=True, wait_for_workers=False, master_listen_fd=listener
         )
         return port
 

@@ -8,19 +8,20 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Final
 
 from ..engine.ranks.collectives import native_backend
 from ..engine.ranks.config import MAX_SHARE, PipelineSettings, SequenceSettings
 from ..engine.ranks.sharding import Shares
 from ..errors import bad_value, is_int, shown
 from ..system import HAS_MACHINES
+from ..system.environment import Own, own_setting
 from .settings import MAX_STEP_TIMEOUT, SETTINGS, STAGED
 
 DEGREES = ("ulysses_degree", "ring_degree", "batch_degree")
 CPU_RANKS_PER_CORE = 4  # more than that is a typing error, not a plan
 RANKS_PER_ACCELERATOR = 8  # the same, where ranks share one over gloo
-ONE_CARD = "CP_TEST_ONE_CARD"
+ONE_CARD: Final = "CP_TEST_ONE_CARD"
 """Environment variable by which tests have NCCL connect ranks on one GPU: see `launcher.as_host`."""
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")  # a name that ssh knows; never one of its options
 _DEVICE = re.compile(r"([a-z]+)(?::(\d{1,3}))?")
@@ -198,7 +199,7 @@ def _resolve_devices(world_size: int, devices: str, backend: str, inventory: Dev
     if not isinstance(devices, str):
         raise bad_value("devices", devices, "a text such as 'cuda:0,cuda:2'", "Leave it empty for the first devices.")
     # Ranks share an accelerator only where `devices` says so: a number alone is more likely a mistake.
-    shared_by = ("gloo", "nccl") if os.environ.get(ONE_CARD) == "1" else ("gloo",)
+    shared_by = ("gloo", "nccl") if own_setting(ONE_CARD) == "1" else ("gloo",)
     sharing = bool(devices.strip()) and backend in shared_by and inventory.type != "cpu"
     limit = inventory.max_ranks * (RANKS_PER_ACCELERATOR if sharing else 1)
     if not is_int(world_size) or not 0 <= world_size <= limit:
@@ -289,15 +290,19 @@ def _resolve_degrees(world_size: int, ulysses: int, ring: int, batch: int) -> tu
     return chosen
 
 
-TIMEOUTS = {"CP_STARTUP_TIMEOUT": (300.0, 0.0), "CP_CONNECT_TIMEOUT": (60.0, 5.0), "CP_LOAD_TIMEOUT": (1800.0, 0.0)}
+TIMEOUTS: dict[Own, tuple[float, float]] = {
+    "CP_STARTUP_TIMEOUT": (300.0, 0.0),
+    "CP_CONNECT_TIMEOUT": (60.0, 5.0),
+    "CP_LOAD_TIMEOUT": (1800.0, 0.0),
+}
 """Seconds that ranks may take, and more for each rank, by environment variable: to start; to connect over their devices' library,
 before they try another; to load a model, and for a call in which they bring it to their devices."""
 
 
-def timeout_of(name: str, ranks: int) -> float:
+def timeout_of(name: Own, ranks: int) -> float:
     """Return one of TIMEOUTS, as the environment says or by default; empty counts as not set. Read when needed: a bad value must
     not stop an import. Raises ConfigError: it is not a number, or out of range."""
-    text, (seconds, more) = os.environ.get(name, "").strip(), TIMEOUTS[name]
+    text, (seconds, more) = own_setting(name).strip(), TIMEOUTS[name]
     default = seconds + more * ranks
     try:
         value = float(text or default)

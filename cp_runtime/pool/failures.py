@@ -82,7 +82,7 @@ def death(
     """Return the error for ranks that died: it names the one whose death caused the others', by default the one whose death was
     noticed first. No other signal must have been sent to them.
 
-    The kernel closes the sockets of a killed process one by one, and a busy machine takes its time in between: another rank may
+    The kernel closes the connections of a killed process one by one, and a busy machine takes its time in between: another rank may
     miss its peer, and exit, before the killed one's own channel closes. Nobody is killed by a signal because a peer ended.
     """
     for each in (noticed, *ranks):

@@ -11,8 +11,6 @@ import os
 import queue
 import re
 import shlex
-import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -21,7 +19,9 @@ from functools import cache
 from typing import Any
 
 from ..errors import PoolError
-from ..system.interfaces import interface_of
+from ..system.environment import HOST, host_setting, whole_environment
+from ..system.interfaces import interface_towards
+from ..system.programs import output_of
 from .blocks import LOOPBACK
 from .config import WorkerSite
 from .facts import facts_of
@@ -49,7 +49,6 @@ READY, UNREACHED, DIFFERS = "ready", "not reached", "differs"
 """How a host is: it can work for this computer; ssh does not get there, or starts nothing; something else is missing."""
 DEVICES = "cp_runtime.pool.devices"  # its name in a rank
 _ASLEEP = ("timed out", "No route to host")  # ssh's words
-_PLACE = "CP_HOST_"
 _REMEDIES = {
     "this pack": "Update the older one: git pull in custom_nodes/comfyui-context-parallel.",
     "ComfyUI": "Update the older one.",
@@ -64,7 +63,7 @@ class HostProcess(RankProcess):
         python, folder, program = place_of(host, self._comfyui)
         there = {**site_message(site), "path": [folder, *site.path[1:]] if folder else site.path}
         command = command_for(host, [python, "-u", program, "there"], SAME_ORDER | environment, port)
-        super().__init__(command, dict(os.environ), there)
+        super().__init__(command, whole_environment(), there)
         threading.Thread(target=self._beat, name="context-parallel-beats", daemon=True).start()
 
     @property
@@ -100,7 +99,7 @@ class HostProcess(RankProcess):
 def place_of(host: str, comfyui: str) -> tuple[str, str, str]:
     """Return (Python, folder of ComfyUI, program of ranks) on a host: where `CP_HOST_<host>=/path/to/python:/path/to/ComfyUI` says,
     else the same paths as here."""
-    given = os.environ.get(_place(host), "")
+    given = host_setting(_place(host))
     python, _, folder = given.partition(":")
     if not folder:
         return sys.executable, comfyui, str(PROGRAM)
@@ -110,7 +109,7 @@ def place_of(host: str, comfyui: str) -> tuple[str, str, str]:
 
 
 def _place(host: str) -> str:
-    return _PLACE + re.sub(r"\W", "_", host)
+    return HOST + re.sub(r"\W", "_", host)
 
 
 def command_for(host: str, program: Sequence[str], environment: Mapping[str, str], port: int) -> list[str]:
@@ -144,14 +143,10 @@ def by_hand(host: str) -> str:
 def interface_to(host: str) -> str:
     """Return the network interface by which a host is reached. Raises PoolError: ssh does not know it, or no name leads there."""
     try:
-        lines = subprocess.run(["ssh", "-G", host], capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()
-        named = dict(line.partition(" ")[::2] for line in lines)
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((named["hostname"], int(named["port"])))  # sends nothing
-            own = probe.getsockname()[0]
-    except (OSError, subprocess.SubprocessError, KeyError) as error:
+        named = dict(line.partition(" ")[::2] for line in output_of(["ssh", "-G", host], seconds=10))
+        return interface_towards(named["hostname"], int(named["port"]))
+    except (OSError, KeyError) as error:
         raise PoolError(f"the computer {host} is not reached ({error}). {by_hand(host)}") from error
-    return interface_of(own, "lo")
 
 
 def check(host: str, site: WorkerSite, kind: str) -> tuple[str, str, list[dict[str, Any]]]:

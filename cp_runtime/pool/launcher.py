@@ -17,6 +17,7 @@ from functools import lru_cache
 from ..cache import cache_folder
 from ..errors import PoolError
 from ..system import system
+from ..system.environment import library_setting, whole_environment
 from .remote import INTERFACES
 
 log = logging.getLogger("context_parallel")
@@ -37,7 +38,7 @@ def _compiled_folder() -> str:
     torch's own default is a folder in /tmp, which another user may have made. It writes that into the environment when it is first
     used, and ComfyUI uses it before it imports this pack.
     """
-    said = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
+    said = library_setting("TORCHINDUCTOR_CACHE_DIR") or ""
     folder, name = os.path.split(said)
     by_torch = folder == tempfile.gettempdir() and name.startswith("torchinductor_")
     if said and not by_torch:
@@ -65,7 +66,7 @@ def _temporary_folder() -> str:
 
 def child_environment(device_type: str, world_size: int) -> dict[str, str]:
     """Return the environment of a rank. The UI process's own is never written."""
-    env = {k: v for k, v in os.environ.items() if k not in _FOREIGN and not k.startswith(("TORCHELASTIC_", *_THREADS))}
+    env = {k: v for k, v in whole_environment().items() if k not in _FOREIGN and not k.startswith(("TORCHELASTIC_", *_THREADS))}
     env |= {k: v for k, v in system.environment_at_start().items() if k.startswith(_THREADS)}
     env |= dict.fromkeys(INTERFACES, system.loopback())
     env["TORCHINDUCTOR_CACHE_DIR"] = _compiled_folder()
@@ -83,7 +84,7 @@ def child_environment(device_type: str, world_size: int) -> dict[str, str]:
 def as_host(rank: int) -> dict[str, str]:
     """Return variables that make NCCL take a rank for a computer of its own: it connects no two ranks of one computer on one GPU.
 
-    They talk over sockets then, and their kernels take turns on the GPU: some ten milliseconds per exchange. For tests.
+    They talk over TCP then, and their kernels take turns on the GPU: some ten milliseconds per exchange. For tests.
     """
     return {"NCCL_HOSTID": f"rank {rank}", "NCCL_NET": "Socket", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
 

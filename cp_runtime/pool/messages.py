@@ -2,7 +2,7 @@
 
 The header of a frame is a JSON object: the name of the message, the number of the command that it belongs to, the bytes of its
 tensors, which lie in shared memory or behind the header, the seconds that the command may take, and the fields of its dataclass,
-which are checked one by one. A value with tensors in it is a `Tree` (see `protocol`). Nothing is ever unpickled.
+which are checked one by one. A value with tensors in it is a `Tree` (see `protocol`). Reading it runs no code.
 
 | Sent by | Messages |
 |---|---|

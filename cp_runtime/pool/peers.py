@@ -8,18 +8,19 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import permutations
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
 from ..engine.measuring import exchange_seconds
 from ..engine.ranks.collectives import RankGroup
+from ..system.environment import library_setting
 from .config import RuntimeConfig
 
 log = logging.getLogger("context_parallel")
 
-P2P_DISABLE = "NCCL_P2P_DISABLE"
+P2P_DISABLE: Final = "NCCL_P2P_DISABLE"
 SHM = "/dev/shm"
 SHM_PER_RANK = 128 << 20  # bytes: a connection takes 10 MB per channel and direction, and a rank has some in each of its groups
 MIN_SPEEDUP = 1.25  # of shared memory over NCCL, to replace it: ranks that have left NCCL cannot return without a restart
@@ -57,7 +58,7 @@ def connections(config: RuntimeConfig) -> list[Connection]:
 
 def is_p2p_disabled() -> bool:
     """Return whether the environment tells NCCL not to let GPUs reach each other's memory."""
-    return os.environ.get(P2P_DISABLE, "0") not in ("", "0")
+    return library_setting(P2P_DISABLE) not in (None, "", "0")
 
 
 class BackendFallback:

@@ -6,17 +6,16 @@ import contextlib
 import json
 import logging
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from subprocess import _args_from_interpreter_flags as interpreter_options  # type: ignore[attr-defined]  # multiprocessing uses it
 from typing import Any
 
 from ..system import system
 from ..system.processes import process_state
+from ..system.programs import Program, interpreter_options
 from .config import WorkerSite
 from .frames import Frame, Malformed, Outbox, Reader
 from .launcher import LogPump
@@ -37,7 +36,7 @@ class RankProcess:
     Attributes:
         log: takes what it prints.
         pid: of the rank.
-        returncode: None while it runs; then as that of `subprocess.Popen`.
+        returncode: None while it runs; then as that of `system.programs.Program`.
         error: why it ended, where its exit code says less.
 
     Raises:
@@ -136,7 +135,7 @@ def site_message(site: WorkerSite) -> dict[str, Any]:
     return {"parent": os.getpid(), "path": site.path, "argv": site.argv, "preload": site.preload}
 
 
-def _start(command: list[str], environment: dict[str, str], errors: int) -> tuple[subprocess.Popen[bytes], Outbox, int]:
+def _start(command: list[str], environment: dict[str, str], errors: int) -> tuple[Program, Outbox, int]:
     """Start a program. Returns it, what writes to it, and the descriptor that it is read from. `errors`: that of its log."""
     with contextlib.ExitStack() as kept, contextlib.ExitStack() as given:
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 
 from ..system import system
+from ..system.environment import library_setting
 
 DEVICES = Path("/sys/bus/pci/devices")
 HOST_THREADS = 4  # the host only copies then, and copies by many threads wait for each other
@@ -23,7 +23,7 @@ def bind_near(device: torch.device, ranks: int) -> None:
     Not by the environment of ranks: it would differ with their number, and then what was imported ahead would be of no use.
     """
     cores = system.cores()
-    if "OMP_NUM_THREADS" not in os.environ:
+    if library_setting("OMP_NUM_THREADS") is None:
         torch.set_num_threads(max(1, min(HOST_THREADS, len(cores) // (ranks + 1))))
     if near := _cores_near(device) & cores:
         with contextlib.suppress(OSError):  # a container may forbid it

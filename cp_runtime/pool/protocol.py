@@ -1,4 +1,4 @@
-"""Values of messages: a JSON tree and the raw bytes of its tensors. Nothing is ever unpickled.
+"""Values of messages: a JSON tree and the raw bytes of its tensors. Reading it runs no code.
 
 A value (numbers, text, containers, tensors, dtypes) becomes a JSON tree and a list of tensors. In the tree, containers that
 JSON does not know and leaves that are not JSON are objects with one key that starts with `$`.

@@ -86,8 +86,7 @@ def run(there: bool) -> None:
     spec = json.loads(inbox.get().header)
     system.name_process(f"{RANK_NAME}{spec['rank']}")
     system.allow_open_files()
-    os.environ.clear()
-    os.environ.update(spec.pop("environment") | own)
+    import_by_name(f"{PACKAGE}.system.environment").replace_environment(spec.pop("environment") | own)
     import_by_name(spec.get("program", WORKER)).run(spec, inbox)
 
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from ..system.environment import server_address, whole_environment
 from ..system.interfaces import interface_of
 from .facts import facts_of
 from .frames import Frame, Inbox
@@ -17,7 +18,6 @@ INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "CCL_KVS_IFACE", "HCCL
 _FOLDERS = ("base", "models", "input", "output", "temp", "user")
 _FILES = ("extra-model-paths-config", "front-end-root", "database-url", "tls-keyfile", "tls-certfile")
 _PATHS = (*(f"--{name}-directory" for name in _FOLDERS), *(f"--{name}" for name in _FILES))
-CONNECTION = "SSH_CONNECTION"  # environment variable of sshd: addresses and ports of client and server
 
 
 def prepare(inbox: Inbox, site: dict[str, Any]) -> dict[str, str]:
@@ -26,7 +26,7 @@ def prepare(inbox: Inbox, site: dict[str, Any]) -> dict[str, str]:
     site["argv"] = without_paths(site["argv"])
     inbox.begin(MARK)
     inbox.send(Frame(json.dumps({"pid": os.getpid(), "facts": facts_of(next(iter(site["path"]), ""))}).encode()))
-    return {**os.environ, **dict.fromkeys(INTERFACES, interface_of(os.environ[CONNECTION].split()[2], "lo"))}
+    return whole_environment() | dict.fromkeys(INTERFACES, interface_of(server_address(), "lo"))
 
 
 def without_paths(options: Sequence[str]) -> list[str]:

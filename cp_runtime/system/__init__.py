@@ -1,6 +1,7 @@
 """What Linux and Windows do differently: memory that processes share, ranks' processes, and semaphores between them.
 
-`posix` and `windows` have the same names. Nothing else in this package asks for the system.
+`posix` and `windows` have the same names. Nothing else in this package asks for the system. The other modules serve all systems:
+`environment`, `programs`, `interfaces` and `native` are the only ones of this package to use what their first lines say.
 """
 
 import sys

@@ -8,13 +8,16 @@ import errno
 import mmap
 import os
 import signal
-import subprocess
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
+
+from .environment import whole_environment
+from .native import address_of
+from .programs import Program, start_program
 
 KILL = signal.SIGKILL
 HAS_DEVICE_BACKENDS = True
@@ -113,7 +116,7 @@ def file_ranges(path: str) -> list[tuple[int, int, int]]:
     """
     with open(path, "rb") as file:
         page = mmap.mmap(file.fileno(), 1, access=mmap.ACCESS_COPY)
-    at = ctypes.addressof(ctypes.c_char.from_buffer(page))
+    at = address_of(page)
     found = _maps()
     ours = next(words[3:5] for (start, stop), words in found if start <= at < stop)
     own = at, at + mmap.PAGESIZE
@@ -155,19 +158,10 @@ def trim_heap() -> None:
 # Processes
 
 
-def start(command: list[str], environment: Mapping[str, str], commands: int, reports: int, errors: int) -> subprocess.Popen[bytes]:
-    """Start a program of Python, with descriptors for its standard input, output and errors. Raises OSError."""
-    return subprocess.Popen(
-        command,
-        env=environment,
-        stdin=commands,
-        stdout=reports,
-        stderr=errors,
-        start_new_session=True,  # Ctrl-C in the terminal reaches this process only
-    )
+start = start_program
 
 
-def wait_for(process: subprocess.Popen[bytes]) -> None:
+def wait_for(process: Program) -> None:
     """Wait for a process to end, and leave its status for `Popen.wait`: until then its number is no other one's."""
     with contextlib.suppress(ChildProcessError):  # code of others has waited for all children
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
@@ -236,7 +230,7 @@ def environment_at_start() -> dict[str, str]:
     try:
         entries = Path("/proc/self/environ").read_bytes().split(b"\0")
     except OSError:
-        return dict(os.environ)
+        return whole_environment()
     return {os.fsdecode(name): os.fsdecode(value) for name, separator, value in (e.partition(b"=") for e in entries) if separator}
 
 

@@ -8,7 +8,6 @@ import mmap
 import msvcrt
 import os
 import secrets
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,7 +19,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
+from .environment import library_setting, whole_environment
 from .interfaces import interface_of
+from .programs import Program, start_program
 
 HAS_DEVICE_BACKENDS = False
 BROKEN_GLOO = ((2, 8), (2, 9), (2, 10))  # "unsupported gloo device": https://github.com/pytorch/pytorch/issues/150381
@@ -28,11 +29,10 @@ OPEN_NONBLOCKING = os.O_RDONLY
 PRIVATE: dict[str, int] = {}
 NONE: Mapping[str, Any] = {}
 KILL = 9  # `os.kill` ends a process with this status
-_CREATE = subprocess.CREATE_NEW_PROCESS_GROUP | subprocess.CREATE_NO_WINDOW  # no Ctrl-C, and no window where ComfyUI has none
 _PROCESS_DUP_HANDLE, _SYNCHRONIZE, _SAME_ACCESS = 0x40, 0x100000, 2
 _KILL_ON_JOB_CLOSE, _EXTENDED_LIMITS = 0x2000, 9
 _WAIT_TIMEOUT = 258
-_ENVIRONMENT = dict(os.environ)
+_ENVIRONMENT = whole_environment()
 _STORE = "context-parallel-store-"
 _MAX_COUNT = 0x7FFFFFFF  # count of a semaphore
 _kernel = ctypes.WinDLL("kernel32", use_last_error=True)  # gives up the GIL meanwhile
@@ -212,19 +212,17 @@ def _handle_of(process: Any) -> int:
     return int(process._handle)
 
 
-def start(command: list[str], environment: Mapping[str, str], commands: int, reports: int, errors: int) -> subprocess.Popen[bytes]:
+def start(command: list[str], environment: Mapping[str, str], commands: int, reports: int, errors: int) -> Program:
     python, *arguments = command
     base = sys._base_executable  # type: ignore[attr-defined]
     if base != python:  # that of a venv starts another process, as `multiprocessing` knows
         environment = {**environment, "__PYVENV_LAUNCHER__": python}
-    process = subprocess.Popen(
-        [base, *arguments], env=environment, stdin=commands, stdout=reports, stderr=errors, creationflags=_CREATE
-    )  # fmt: skip
+    process = start_program([base, *arguments], environment, commands, reports, errors)
     _add_to_job(_job(), _handle_of(process))  # if this process ends before, the program finds its input at its end
     return process
 
 
-def wait_for(process: subprocess.Popen[bytes]) -> None:
+def wait_for(process: Program) -> None:
     process.wait()
 
 
@@ -321,7 +319,7 @@ def visibility_env(device: str) -> tuple[str, dict[str, str]]:
     kind, _, number = device.partition(":")
     if kind != "cuda":
         return device, {}
-    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    named = library_setting("CUDA_VISIBLE_DEVICES") or ""
     if named == "0" and hidden_gpus():
         return "cuda:0", {"CUDA_VISIBLE_DEVICES": number, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # as NVML counts
     return "cuda:0", {"CUDA_VISIBLE_DEVICES": named.split(",")[int(number)].strip() if named else number}

@@ -43,8 +43,8 @@ PARTS = {
 }
 # Uses of FORBIDDEN_CALLS, each with its reason.
 PROCESSES = {
-    ("cp_runtime/pool/blocks.py", "store_port", "socket.create_server"): "on loopback, where a rank cannot open the file of others",
-    ("cp_runtime/pool/blocks.py", "store_port", "torch.distributed.TCPStore"): "the same: nothing in it is unpickled",
+    ("cp_runtime/system/interfaces.py", "listening_port", "socket.create_server"): "its one caller names loopback",
+    ("cp_runtime/pool/blocks.py", "store_port", "torch.distributed.TCPStore"): "on loopback: nothing in it is unpickled",
     ("cp_runtime/comfy/rank/objects.py", "find_class", "?.find_class"): "of the one reader: it knows this package's own functions",
     ("cp_runtime/pool/worker.py", "_connect", "torch.distributed.TCPStore"): "its client",
     ("cp_runtime/pool/ssh_guard.py", "fork_guarded", "os.fork"): "before anything is imported; the rank runs no other program",

@@ -1,9 +1,8 @@
-"""Functions by which ranks rebuild the values that ComfyUI's process sends: a pickle names these, and no others of this package."""
+"""Functions by which ranks rebuild the values that ComfyUI's process sends: it names these, and no others of this package."""
 
 from __future__ import annotations
 
 import builtins
-import ctypes
 from collections.abc import Callable
 from types import CellType, FunctionType, MethodType
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...compat import as_parameter
+from ...system.native import set_closure
 from .fingerprint import bare, bodies_in
 from .modules import find, take_module
 
@@ -43,7 +43,7 @@ def fill_function(function: FunctionType, state: tuple[Any, Any, tuple[Any, ...]
         function.__module__ = take_module(module).__name__
     vars(function).update(attributes)
     if cells:  # the very ones that other functions have; Python itself has no way to put them into a function that is made
-        ctypes.pythonapi.PyFunction_SetClosure(ctypes.py_object(function), ctypes.py_object(cells))
+        set_closure(function, cells)
 
 
 def make_cell() -> CellType:

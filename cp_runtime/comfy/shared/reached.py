@@ -101,7 +101,7 @@ def _parts(value: Any, by_value: bool) -> list[Any]:
     if isinstance(value, CellType):
         return [content_of(value)]
     if isinstance(value, type):
-        held = [each for name, each in vars(value).items() if name != "__slotnames__"]  # a pickle leaves those
+        held = [each for name, each in vars(value).items() if name != "__slotnames__"]  # those do not travel
         inside = [getattr(each, "__func__", getattr(each, "fget", each)) for each in held]
         return [] if by_value else [*inside, *value.__bases__]
     if not isinstance(value, FunctionType):

@@ -1,4 +1,4 @@
-"""What a node does, as far as the types of its sockets tell."""
+"""What a node does, as far as the types of its slots tell."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 from ...controller.prompt_times import DENOISING, LOADING, OTHER, TEXT, UPSCALING, VAE
 
 MODELS = {"MODEL", "CLIP", "VAE", "CLIP_VISION", "CONTROL_NET", "STYLE_MODEL", "UPSCALE_MODEL"}
-"""Types of sockets: a node that has one as an output, and does nothing else, loads."""
+"""Types of slots: a node that has one as an output, and does nothing else, loads."""
 PICTURES = {"IMAGE", "LATENT", "AUDIO", "VIDEO"}
 
 
 @cache
 def part_of(cls: Any) -> str:
-    """Return the part of a prompt that a class of nodes belongs to, by the types of its sockets."""
+    """Return the part of a prompt that a class of nodes belongs to, by the types of its slots."""
     try:
         taken, given = input_types(cls), set(map(str, cls.RETURN_TYPES or ()))
     except Exception:  # noqa: BLE001  (a pack's class may be anything, and its node runs nevertheless)

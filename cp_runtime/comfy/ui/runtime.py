@@ -27,6 +27,7 @@ from ...pool.launcher import child_environment
 from ...pool.peers import is_p2p_disabled, without_peer_access
 from ...pool.processes import WAITING
 from ...system import system
+from ...system.environment import library_setting
 from .residency import free_for_ranks
 from .single_device import SingleDeviceReason, single_device_reason, why_no_gpu
 
@@ -78,7 +79,7 @@ class Gpu:
 def cuda_gpus(visible: int) -> tuple[Gpu, ...]:
     """Return the CUDA devices that ranks may use. `visible`: how many this process sees."""
     chosen = args.cuda_device is not None or args.default_device is not None
-    if not chosen and os.environ.get("CUDA_VISIBLE_DEVICES") == "0" and (hidden := system.hidden_gpus()):
+    if not chosen and library_setting("CUDA_VISIBLE_DEVICES") == "0" and (hidden := system.hidden_gpus()):
         return tuple(Gpu(*each) for each in hidden)  # ComfyUI itself has hidden them
     found = [torch.cuda.get_device_properties(number) for number in range(visible)]
     return tuple(Gpu(str(each.name), int(each.total_memory), (each.major, each.minor)) for each in found)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 
 from ...pool.config import DeviceInventory
 from ...system import HAS_POOLS, system
+from ...system.environment import whole_environment
 from ...words import ENGLISH, Words, words_in
 
 HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ONEAPI_DEVICE_SELECTOR", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES")
@@ -46,7 +46,7 @@ class SingleDeviceReason:
 
 def single_device_reason(
     inventory: DeviceInventory,
-    environment: Mapping[str, str] = os.environ,
+    environment: Mapping[str, str] | None = None,
     has_pools: bool = HAS_POOLS,
     torch_version: str = str(torch.__version__),
     broken: Sequence[tuple[int, ...]] = system.BROKEN_GLOO,
@@ -58,6 +58,7 @@ def single_device_reason(
         return SingleDeviceReason(case="torch_version", value=torch_version)
     if inventory.default_ranks > 1:
         return None
+    environment = whole_environment() if environment is None else environment
     hiding = next((name for name in HIDING if environment.get(name)), None)
     return (
         SingleDeviceReason(case="single")
@@ -67,13 +68,14 @@ def single_device_reason(
 
 
 def why_no_gpu(
-    inventory: DeviceInventory, flag: bool, built: bool, environment: Mapping[str, str] = os.environ
+    inventory: DeviceInventory, flag: bool, built: bool, environment: Mapping[str, str] | None = None
 ) -> SingleDeviceReason | None:
     """Return why ranks are CPU processes; None = there are accelerators. `flag`: --cpu was given; `built`: torch supports GPUs."""
     if inventory.type != "cpu":
         return None
     if flag or not built:
         return SingleDeviceReason(case="flag" if flag else "torch")
+    environment = whole_environment() if environment is None else environment
     hiding = next((name for name in HIDING if name in environment), None)
     return (
         SingleDeviceReason(case="none")

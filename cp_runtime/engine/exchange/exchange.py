@@ -370,7 +370,7 @@ def connect(group: dist.ProcessGroup) -> Exchange | None:
     addresses = [torch.zeros_like(own) for _ in range(size)]
     dist.all_gather(addresses, own, group=group)
     opened = [] if made is None else [each for address in addresses if (each := _open(address.tolist(), size, made[1]))]
-    # All ranks or none: one that sends through memory and one that listens at a socket would wait for each other forever.
+    # All ranks or none: one that sends through memory and one that listens to the network would wait for each other forever.
     lacks = torch.tensor([made is None or len(opened) < size], dtype=torch.int64)
     dist.all_reduce(lacks, dist.ReduceOp.MAX, group=group)
     if made is None or lacks.item():

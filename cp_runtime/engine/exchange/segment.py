@@ -14,7 +14,6 @@ another process.
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 from functools import partial
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from ...pinned import PinnableMemory
 from ...system import system
+from ...system.native import address_of
 from .signals import SEMAPHORE, Signals
 
 # The random numbers have a cache line of their own. A link has 240 offsets behind its semaphores: more messages than are ever
@@ -59,7 +59,7 @@ class Segment:
         self._words = memoryview(self._head).cast("q")
         if owner is None:
             self._head[:16] = os.urandom(16)
-        address = ctypes.addressof(ctypes.c_char.from_buffer(self._head)) + LINE
+        address = address_of(self._head) + LINE
         links = range(address, address + LINK * ranks, LINK)
         signal = signals.make if owner is None else partial(signals.open, owner=owner[0])
         self.ready, self.read = [signal(link) for link in links], [signal(link + SEMAPHORE) for link in links]

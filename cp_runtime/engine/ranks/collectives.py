@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from ...compat import start_all_to_all
 from ...system import system
+from ...system.environment import library_setting
 from ..exchange.exchange import Exchange, Parts, exchange_of
 from .profiling import trace_range
 
@@ -190,7 +190,7 @@ class RankGroup:
         """
         if self.size == 1 or self.via_host:
             return True
-        ordered = self.backend == "nccl" and os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT") == "1"
+        ordered = self.backend == "nccl" and library_setting("NCCL_LAUNCH_ORDER_IMPLICIT") == "1"
         return ordered and torch.cuda.nccl.version() >= (2, 26)
 
     def all_to_all(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch.autograd.profiler import record_function
 
 from ...compat import profiler_is_on
 from ...errors import bad_value
+from ...system.environment import own_setting
 
 _NO_RANGE = nullcontext()
 
@@ -30,7 +30,7 @@ class CallTraces:
 
     def __init__(self, rank: int) -> None:
         self._profile: torch.profiler.profile | None = None
-        folder = os.environ.get("CP_PROFILE")
+        folder = own_setting("CP_PROFILE")
         if not folder:
             return
         file = Path(folder, f"rank{rank}.json")

@@ -70,7 +70,7 @@ class Packing:
                 target[low - begin : high - begin].copy_(_raw(part)[low - at.offset : high - at.offset])
 
 
-# Reads or replacements of numbers without an operator that `__torch_dispatch__` sees. A pickle would hold a weight without numbers.
+# Reads or replacements of numbers without an operator that `__torch_dispatch__` sees. A file would hold a weight without numbers.
 AROUND_OPERATORS = {
     Tensor.__reduce_ex__,
     Tensor.numpy,

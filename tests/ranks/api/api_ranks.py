@@ -179,7 +179,7 @@ with torch.no_grad():
     around = nn.Sequential(model)
     check("around an applied one", refused(lambda: apply_context_parallel(around, RING, {}), PlanError, "already"))
     model.train()
-    check("training mode", refused(lambda: model(x), PlanError, "eval()"))
+    check("training mode", refused(lambda: model(x), PlanError, "Call its method eval"))
     model.eval()
     with torch.enable_grad():
         check("gradients", refused(lambda: model(x), PlanError, "torch.no_grad()"))
