@@ -1,4 +1,4 @@
-"""Links of the documents lead somewhere, anchors included, also in what the registry ships (.comfyignore), and they stay short."""
+"""Links of the documents lead somewhere, anchors included, on GitHub and of help pages in ComfyUI; and the documents stay short."""
 
 import ast
 import re
@@ -7,15 +7,12 @@ from pathlib import Path
 import pytest
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-LINK = re.compile(r"\]\(([^)\s]+)\)")
+LINK = re.compile(r"""(?:\]\(|\bsrc(?:set)?=")([^)"\s]+)""")
+ON_GITHUB = re.compile(r"https://(?:github\.com|raw\.githubusercontent\.com)/(comfyui-context-parallel/){2}((blob|tree)/)?main/")
+"""Before the path of a file of this project."""
 HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 MOST_WORDS = 30_000
-LEFT_OUT = tuple(line for line in (CHECKOUT / ".comfyignore").read_text().splitlines() if line and not line.startswith("#"))
-
-
-def shipped(path: str) -> bool:
-    return not any(path == name or path.startswith(name) for name in LEFT_OUT)
 
 
 def documents() -> list[str]:
@@ -38,17 +35,17 @@ def anchors(text: str) -> set[str]:
 
 
 def lost_links(text: str, document: str) -> list[str]:
-    """Links of a document, whose text is given, that lead nowhere: to no file, to no heading, or to what is not shipped with it."""
+    """Links of a document, whose text is given, that lead nowhere: to no file, or to no heading."""
     # The frontend puts the path of this folder before what a help page names, also where the page is in a folder of its node.
     folder = CHECKOUT / "web/docs" if document.startswith("web/docs/") else (CHECKOUT / document).parent
     lost = []
     for link in LINK.findall(text):
-        if "://" in link or link.startswith("mailto:"):
+        own = ON_GITHUB.match(link)
+        if not own and ("://" in link or link.startswith("mailto:")):
             continue
-        path, _, anchor = link.partition("#")
-        target = (folder / path).resolve() if path else CHECKOUT / document
-        there = target.exists() and (not shipped(document) or shipped(target.relative_to(CHECKOUT).as_posix()))
-        if not there or (anchor and anchor not in anchors(target.read_text() if path else text)):
+        path, _, anchor = (link[own.end() :] if own else link).partition("#")
+        target = ((CHECKOUT if own else folder) / path).resolve() if path else CHECKOUT / document
+        if not target.exists() or (anchor and anchor not in anchors(target.read_text() if path else text)):
             lost.append(link)
     return lost
 
