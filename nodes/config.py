@@ -15,14 +15,22 @@ CPConfigType = io.Custom("CP_CONFIG")
 CATEGORY = "context parallel"
 ALIASES = ["context parallel", "cp"]
 WANTED = [
-    "ulysses", "ring attention", "usp", "xdit", "xfuser", "raylight", "multigpu", "tensor parallel", "sequence parallel", "workers",
-    "faster", "speed up", "slow", "slow sampling", "gpu speed", "split", "split model", "distributed", "parallel", "nvlink",
-    "2 gpu", "two gpus", "dual gpu", "second gpu", "multi gpu", "multiple gpu", "several gpus", "all gpus", "use both gpus",
-    "cluster", "network", "second computer", "two computers", "remote gpu",
-    "vram", "out of memory", "cuda out of memory", "oom", "low vram", "large model", "bigger model", "model too big",
-    "model too large", "cuda",
-    "显存", "爆显存", "显存不足", "加速", "多显卡", "多卡", "双卡", "多GPU", "并行", "分布式", "集群", "两台电脑", "模型太大",
-    "メモリ不足", "遅い", "速い", "高速化", "複数GPU", "マルチGPU", "並列", "分散", "2台のPC", "モデルが大きすぎる",
+    "ulysses", "ring attention", "usp", "xdit", "xfuser", "raylight", "ray", "fsdp", "deepspeed", "multigpu",
+    "sequence parallel", "tensor parallel", "data parallel", "model parallel", "cfg parallel", "cfg split", "workers",
+    "shard", "sharding", "faster", "speed up", "speedup", "slow", "too slow", "slow sampling", "takes too long",
+    "gpu speed", "performance", "accelerate", "acceleration", "accelerator", "optimize", "optimise", "optimization",
+    "boost", "quicker", "low fps", "inference speed", "split", "split model", "distributed", "distribute", "parallel",
+    "nvlink", "nccl", "sli", "2 gpu", "2 gpus", "use 2 gpus", "3 gpus", "4 gpus", "8 gpus", "two gpus", "dual gpu",
+    "second gpu", "multi gpu", "multiple gpu", "multiple gpus", "several gpus", "all gpus", "both gpus",
+    "use both gpus", "combine gpus", "more gpus", "other gpu", "gpu 1", "two cards", "second card", "multi card",
+    "graphics cards", "rtx", "2x 3090", "3090", "4090", "5090", "3060", "a100", "h100", "cluster", "network",
+    "second computer", "two computers", "remote gpu", "vram", "not enough memory", "not enough vram", "out of memory",
+    "out of vram", "cuda out of memory", "oom", "low vram", "insufficient memory", "memory error", "offload",
+    "cpu offload", "block swap", "blockswap", "large model", "bigger model", "model too big", "model too large",
+    "cuda", "显存", "爆显存", "显存不足", "内存不足", "加速", "提速", "太慢", "优化", "性能", "多显卡", "双显卡",
+    "多卡", "双卡", "两张显卡", "多GPU", "并行", "分布式", "集群", "两台电脑", "模型太大", "卸载", "メモリ不足",
+    "VRAM不足", "遅い", "遅すぎる", "速い", "高速化", "最適化", "複数GPU", "GPU 2枚", "グラボ2枚", "マルチGPU",
+    "並列", "分散", "2台のPC", "モデルが大きすぎる", "オフロード",
 ]  # fmt: skip
 """Search terms of people who know nothing of context parallelism: they lead to the only node they need."""
 
