@@ -1,13 +1,14 @@
 """Context parallelism for ComfyUI."""
 
 from functools import partial
+from pathlib import Path
 
 from comfy_api.latest import ComfyExtension, io
 from server import PromptServer
 
 from .cp_runtime.comfy.ui.node_times import watch_nodes
 from .cp_runtime.comfy.ui.runtime import import_ahead
-from .cp_runtime.comfy.ui.server import add_routes, start_events
+from .cp_runtime.comfy.ui.server import add_pictures, add_routes, start_events
 from .cp_runtime.comfy.ui.stock_loads import watch_stock_loads
 from .nodes import NODES, SHARING
 
@@ -23,6 +24,7 @@ class ContextParallelExtension(ComfyExtension):
         server = getattr(PromptServer, "instance", None)
         if server is not None:  # none where ComfyUI's nodes run without its server
             add_routes(server)
+            add_pictures(server, Path(__file__).parent)
             server.add_on_prompt_handler(partial(import_ahead, {node.__name__ for node in SHARING}))
             start_events(server)
 

@@ -1,4 +1,4 @@
-"""Links of the documents lead somewhere, anchors included, on GitHub and of help pages in ComfyUI; and the documents stay short."""
+"""Links of the documents lead somewhere, anchors included, as on GitHub, and the documents stay short."""
 
 import ast
 import re
@@ -36,8 +36,7 @@ def anchors(text: str) -> set[str]:
 
 def lost_links(text: str, document: str) -> list[str]:
     """Links of a document, whose text is given, that lead nowhere: to no file, or to no heading."""
-    # The frontend puts the path of this folder before what a help page names, also where the page is in a folder of its node.
-    folder = CHECKOUT / "web/docs" if document.startswith("web/docs/") else (CHECKOUT / document).parent
+    folder = (CHECKOUT / document).resolve().parent  # a help page without a language is a link to the English one
     lost = []
     for link in LINK.findall(text):
         own = ON_GITHUB.match(link)

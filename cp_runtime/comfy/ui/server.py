@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -30,6 +31,11 @@ GRAIN = 16 << 20  # bytes; less is not worth an event
 LANGUAGES: dict[str, str] = {}
 """ComfyUI's language in each browser, by client id. Another client gets English."""
 REMEMBERED_BROWSERS = 100  # browsers
+
+
+def add_pictures(server: Any, pack: Path) -> None:
+    """Serve the help pages' pictures where the frontend looks: it joins links to the folder above a page's, GitHub to its own."""
+    server.routes.static(f"/extensions/{pack.name}/images", pack / "web" / "docs" / "images")
 
 
 def add_routes(server: Any) -> None:
