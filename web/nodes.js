@@ -5,6 +5,7 @@ import { chosenIn, foundDevices, labelOf, otherDevice, withOther, write } from "
 import { make } from "./panel/elements.js";
 import { loadTexts, t } from "./panel/texts.js";
 
+const FOLDED = ["CPConfig", "CPVAEDecode", "CPVAEEncode"]; // nodes with advanced inputs
 const SMALLEST = { ApplyContextParallel: [240, 0], CPReport: [440, 380] }; // pixels
 
 app.registerExtension({
@@ -12,13 +13,14 @@ app.registerExtension({
   setup: loadTexts,
   nodeCreated(node) {
     // A workflow that is loaded sets its own sizes after this.
-    if (node.comfyClass === "CPConfig") prepareConfig(node);
+    if (FOLDED.includes(node.comfyClass)) fold(node);
+    if (node.comfyClass === "CPConfig") offerDevices(node);
     const smallest = SMALLEST[node.comfyClass];
     if (smallest) node.setSize(smallest.map((least, axis) => Math.max(node.size[axis], least)));
   },
   loadedGraphNode(node) {
     // What differs from its default is there to be seen.
-    if (node.comfyClass !== "CPConfig" || LiteGraph.vueNodesMode) return;
+    if (!FOLDED.includes(node.comfyClass) || LiteGraph.vueNodesMode) return;
     if (advanced(node).some((widget) => widget.value !== widget.cpDefault)) unfold(node, true);
   },
 });
@@ -34,7 +36,8 @@ function unfold(node, show) {
   node.setSize([node.size[0], show ? Math.max(node.size[1], height) : height]);
 }
 
-function prepareConfig(node) {
+/** Fold the advanced inputs away, behind a button. */
+function fold(node) {
   for (const widget of node.widgets) widget.cpDefault = widget.value;
   if (LiteGraph.vueNodesMode) node.setSize([node.size[0], 0]); // it grows to what it shows; the canvas has counted what is folded away
   else {
@@ -44,6 +47,9 @@ function prepareConfig(node) {
     addButton(node, t("nodes.advanced"), () => unfold(node, !node.showAdvanced));
     unfold(node, false);
   }
+}
+
+function offerDevices(node) {
   foundDevices().then(({ devices, reason }) => {
     if (devices.length > 1 && !reason) addButton(node, t("nodes.choose"), (event) => choose(node, devices, event));
   });

@@ -20,6 +20,7 @@ const BYPASSED = 4; // mode of a node
 const INPUT = -10; // what ComfyUI calls the origin of a link that comes from outside of a subgraph
 const OUTPUT = -20;
 const GAP = 30; // pixels between nodes
+const MADE_WAY = "contextParallelMadeWay"; // in `extra` of a graph: what moved, by node
 const TITLE = 30; // height of a title, which stands above a node's position
 
 // Links of a subgraph that was made in the browser name its edge by text, those of a loaded one by number.
@@ -103,11 +104,13 @@ function connect(graph, link, node, slot) {
   return graph.getNodeById(link.origin_id).connect(link.origin_slot, node, slot, link.parentId);
 }
 
-function overlaps(graph, [x, y], [width, height]) {
-  return graph.nodes.some(({ pos, size }) => {
-    const apart = [pos[0] - x - width, x - pos[0] - size[0], pos[1] - TITLE - y - height, y - TITLE - pos[1] - size[1]];
-    return apart.every((distance) => distance < GAP / 2);
-  });
+function meets({ pos, size }, [x, y], [width, height]) {
+  const apart = [pos[0] - x - width, x - pos[0] - size[0], pos[1] - TITLE - y - height, y - TITLE - pos[1] - size[1]];
+  return apart.every((distance) => distance < GAP / 2);
+}
+
+function overlaps(graph, place, size) {
+  return graph.nodes.some((node) => meets(node, place, size));
 }
 
 /** A free place beside a node, or above or below it, as near as there is one. */
@@ -140,10 +143,72 @@ function insert(graph, links) {
   if (configs.length === 1) configs[0].connect(0, node, 1);
 }
 
+/** All that has a place in a graph, by name: nodes, the edges of a subgraph, groups. */
+function placed(graph) {
+  const nodes = [...graph.nodes, graph.inputNode, graph.outputNode].filter(Boolean).map((node) => [`node ${node.id}`, node]);
+  return new Map([...nodes, ...graph.groups.map((group) => [`group ${group.id}`, group])]);
+}
+
+function rectangle({ pos, size, children }) {
+  return [...pos, ...(children ? size : [])]; // a node may get another size by itself
+}
+
+function near({ pos, children }, axis) {
+  return pos[axis] - (axis && !children ? TITLE : 0);
+}
+
+function far({ pos, size }, axis) {
+  return pos[axis] + size[axis];
+}
+
+function shifted(pair, axis, by) {
+  return [pair[0] + (axis ? 0 : by), pair[1] + (axis ? by : 0)];
+}
+
+/** Move all that is right of a node or below it, as much as the node has grown, if it is in the way. Groups grow with what they
+ * hold. What was apart stays apart. The graph remembers what moved, for `giveBack`. */
+function makeWay(graph, node, before) {
+  const named = placed(graph);
+  const others = [...named.values()].filter((each) => each !== node);
+  const was = new Map([...named].map(([name, each]) => [name, rectangle(each)]));
+  const holds = (each) => [0, 1].every((axis) => near(each, axis) <= node.pos[axis] && far(each, axis) >= node.pos[axis] + before[axis]);
+  const groups = others.filter((each) => each.children && holds(each));
+  for (const axis of [0, 1]) {
+    const more = node.size[axis] - before[axis];
+    const edge = node.pos[axis] + before[axis] - GAP / 2;
+    const beyond = others.filter((each) => near(each, axis) >= edge);
+    const inTheWay = beyond.some((each) => meets(each, node.pos, node.size)) || groups.some((each) => far(each, axis) < far(node, axis));
+    if (more <= 0 || !inTheWay) continue;
+    for (const each of others.filter(({ pinned }) => !pinned)) {
+      if (beyond.includes(each)) each.pos = shifted(each.pos, axis, more);
+      else if (each.children && far(each, axis) >= edge) each.size = shifted(each.size, axis, more);
+    }
+  }
+  const moved = [...named].map(([name, each]) => [name, was.get(name), rectangle(each)]);
+  graph.extra ??= {};
+  graph.extra[MADE_WAY] ??= {};
+  graph.extra[MADE_WAY][node.id] = { size: [...before], moved: moved.filter(([, from, to]) => String(from) !== String(to)) };
+}
+
+/** Move back what made way for a node, unless somebody has moved it since. */
+function giveBack(graph, node) {
+  const { size, moved } = graph.extra?.[MADE_WAY]?.[node.id] ?? { size: node.size, moved: [] };
+  node.setSize([...size]);
+  const named = placed(graph);
+  for (const [name, from, to] of moved) {
+    const each = named.get(name);
+    if (!each || String(rectangle(each)) !== String(to)) continue;
+    each.pos = from.slice(0, 2);
+    if (each.children) each.size = from.slice(2);
+  }
+  delete graph.extra?.[MADE_WAY]?.[node.id];
+}
+
 /** Put nodes of other types in the place of nodes. They keep id, links, title, place and mode; their first inputs are the same. */
 function swap(types, chosen) {
   for (const graph of graphs()) {
-    for (const old of graph.nodes.filter((node) => types[node.type] && (!chosen || chosen.has(node)))) {
+    const swapped = graph.nodes.filter((node) => types[node.type] && (!chosen || chosen.has(node)));
+    for (const old of types === OURS ? swapped : swapped.reverse()) {
       const node = LiteGraph.createNode(types[old.type]);
       const same = old.inputs.filter((input, slot) => input.type === node.inputs[slot]?.type && input.name === node.inputs[slot].name);
       old.inputs.forEach((input, slot) => !same.includes(input) && input.link != null && old.disconnectInput(slot));
@@ -158,6 +223,10 @@ function swap(types, chosen) {
       node.onAdded?.(graph);
       graph.onNodeAdded?.(node);
       graph.updateExecutionOrder();
+      if (types === OURS) {
+        node.setSize(node.size.map((least, axis) => Math.max(least, old.size[axis])));
+        makeWay(graph, node, old.size);
+      } else giveBack(graph, node);
     }
   }
 }

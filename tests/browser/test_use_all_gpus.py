@@ -3,10 +3,13 @@
 import json
 from collections import Counter
 from importlib import resources
+from itertools import combinations
 
 import pytest
+from browser.canvas import TITLE
 from playwright.sync_api import expect
 from support.graphs import flux_prompt
+from support.server import CHECKOUT
 
 COMMAND = "ContextParallel.UseAllGPUs"
 APPLY = "ApplyContextParallel"
@@ -77,6 +80,25 @@ def places(graph):
     return {(each["id"], node["id"]): (node["type"], list(node["pos"])) for each in graphs(graph) for node in each["nodes"]}
 
 
+def kinds(graph):
+    return {key: kind for key, (kind, _) in places(graph).items()}
+
+
+def overlaps(graph):
+    """Pairs of nodes that lie on each other, with their titles; a pixel or two is nobody's concern."""
+    found = set()
+    for each in graphs(graph):
+        boxes = {node["id"]: (*node["pos"], *node["size"]) for node in each["nodes"] if not node["flags"].get("collapsed")}
+        for (one, (x, y, width, height)), (other, (left, top, w, h)) in combinations(boxes.items(), 2):
+            if min(x + width, left + w) - max(x, left) > 2 and min(y + height, top + h) - max(y, top) + TITLE > 2:
+                found.add((each["id"], frozenset((one, other))))
+    return found
+
+
+def sizes(graph):
+    return {(each["id"], node["id"]): list(node["size"]) for each in graphs(graph) for node in each["nodes"]}
+
+
 def added(graph):
     return [(each["id"], node["id"]) for each in graphs(graph) for node in each["nodes"] if node["type"] == APPLY]
 
@@ -85,8 +107,8 @@ VAES = {"VAEDecode": "CPVAEDecode", "VAEEncode": "CPVAEEncode"}
 
 
 def with_vaes(found):
-    """The same places with the VAE nodes of this pack."""
-    return {key: (VAES.get(kind, kind), pos) for key, (kind, pos) in found.items()}
+    """The same nodes with the VAE nodes of this pack."""
+    return {key: VAES.get(kind, kind) for key, kind in found.items()}
 
 
 def origins(graph):
@@ -107,7 +129,7 @@ def origins(graph):
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_template_gets_it_and_gives_it_back(page, name):
-    """Every model that reaches a sampler comes through the node; nothing else is connected otherwise, or moves; one undo."""
+    """Every model that reaches a sampler comes through the node; nothing else is connected otherwise, or covered; one undo."""
     samplers, nodes = TEMPLATES[name]
     before = opened(page, template(name))
     assert not added(before)
@@ -116,13 +138,57 @@ def test_a_template_gets_it_and_gives_it_back(page, name):
     assert all(kinds == [APPLY] * len(kinds) for kinds in origins(during).values())
     assert len(added(during)) == nodes
     assert links(during).total() == links(before).total() + nodes
-    assert {key: place for key, place in places(during).items() if key not in added(during)} == with_vaes(places(before))
+    assert {key: kind for key, kind in kinds(during).items() if key not in added(during)} == with_vaes(kinds(before))
+    assert overlaps(during) <= overlaps(before)
     after = run(page)
-    assert (links(after), places(after)) == (links(before), places(before))
+    assert (links(after), places(after), sizes(after)) == (links(before), places(before), sizes(before))
     assert run(page) != after
     page.evaluate("() => app.extensionManager.workflow.activeWorkflow.changeTracker.undo()")
     page.wait_for_timeout(300)
     assert (links(saved(page)), places(saved(page))) == (links(before), places(before))
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (CHECKOUT / "workflows").glob("*.json")))
+def test_our_own_templates_cover_nothing(page, name):
+    """As they are, on one GPU, and on all again."""
+    before = opened(page, json.loads((CHECKOUT / "workflows" / f"{name}.json").read_text()))
+    assert overlaps(before) == set()
+    for _ in range(2):
+        assert overlaps(run(page)) == set()
+
+
+def both(graph):
+    """The rectangle of the group of that name."""
+    return next(group["bounding"] for group in graph["groups"] if group["title"] == "both")
+
+
+def test_a_node_below_a_decode_makes_way(page):
+    """Also the group around both; what somebody has moved since stays there."""
+    opened(page, template("default"))
+    page.evaluate(
+        """() => {
+            const decode = app.graph.nodes.find(node => node.type === "VAEDecode");
+            const below = LiteGraph.createNode("EmptyImage"), beside = LiteGraph.createNode("EmptyImage");
+            const group = new LiteGraph.LGraphGroup("both");
+            decode.pos = [0, 3000];
+            for (const each of [below, beside, group]) app.graph.add(each);
+            below.pos = [0, 3000 + decode.size[1] + 40];
+            beside.pos = [decode.size[0] + 10, 3000];
+            [group.pos, group.size] = [[-10, 2930], [decode.size[0] + 20, below.pos[1] + below.size[1] - 2920]];
+        }"""
+    )
+    before = saved(page)
+    during = run(page)
+    assert overlaps(during) <= overlaps(before)
+    bottom = {node["id"]: node["pos"][1] + node["size"][1] for node in during["nodes"]}
+    below, beside = (node["id"] for node in during["nodes"] if node["type"] == "EmptyImage")
+    (_, top, _, height), (_, _, _, less) = (both(each) for each in (during, before))
+    assert bottom[below] < top + height > top + less
+    page.evaluate("id => { app.graph.getNodeById(id).pos = [2000, 5000]; }", beside)
+    after = run(page)
+    assert both(after) == both(before)
+    moved = {key: place for key, place in places(after).items() if places(before)[key] != place}
+    assert [key[1] for key in moved] == [beside]
 
 
 def test_one_that_is_there_stays_with_its_settings(page):
@@ -155,7 +221,8 @@ def test_a_pinned_sampler_stays_where_it_is(page):
     before = saved(page)
     during = run(page)
     assert set(map(tuple, origins(during).values())) == {(APPLY,)}
-    assert with_vaes(places(before)).items() <= places(during).items()
+    assert with_vaes(kinds(before)).items() <= kinds(during).items()
+    assert [pos for _, pos in places(before).values()] == [places(during)[key][1] for key in places(before)]
     page.evaluate("() => app.graph.nodes.forEach(node => node.pin(true))")
     assert not added(run(page))
 
