@@ -171,14 +171,14 @@ function makeWay(graph, node, before) {
   const named = placed(graph);
   const others = [...named.values()].filter((each) => each !== node);
   const was = new Map([...named].map(([name, each]) => [name, rectangle(each)]));
-  const holds = (each) => [0, 1].every((axis) => near(each, axis) <= node.pos[axis] && far(each, axis) >= node.pos[axis] + before[axis]);
-  const groups = others.filter((each) => each.children && holds(each));
+  const holds = (each, axis) => near(each, axis) <= node.pos[axis] && far(each, axis) >= node.pos[axis] + before[axis];
+  const groups = others.filter((each) => each.children && holds(each, 0) && holds(each, 1));
   for (const axis of [0, 1]) {
     const more = node.size[axis] - before[axis];
     const edge = node.pos[axis] + before[axis] - GAP / 2;
     const beyond = others.filter((each) => near(each, axis) >= edge);
-    const inTheWay = beyond.some((each) => meets(each, node.pos, node.size)) || groups.some((each) => far(each, axis) < far(node, axis));
-    if (more <= 0 || !inTheWay) continue;
+    const covers = beyond.some((each) => meets(each, node.pos, node.size));
+    if (more <= 0 || !(covers || groups.some((each) => far(each, axis) < far(node, axis)))) continue;
     for (const each of others.filter(({ pinned }) => !pinned)) {
       if (beyond.includes(each)) each.pos = shifted(each.pos, axis, more);
       else if (each.children && far(each, axis) >= edge) each.size = shifted(each.size, axis, more);

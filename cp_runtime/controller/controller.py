@@ -337,7 +337,11 @@ class Controller:
         # Visible while they start, so that they can be aborted.
         workers = self.workers = Workers(config, self._site(), self.journal.changed.set, self._shortages, self.times)
         self.journal.changed.set()
-        workers.start(cancelled)
+        try:
+            workers.start(cancelled)
+        except CallCancelled:
+            self._end()  # nothing has failed
+            raise
         return workers
 
     def _end(self) -> None:

@@ -62,6 +62,7 @@ class Journal:
         last_error: of a run; None once another has ended well.
         errors: the last ones, the newest first.
         measuring: the next run of two calls or more repeats one on one device.
+        is_bypassed: the last prompt that samples did so without this pack.
         prompt: where the time of the current or last prompt went.
         changed: set whenever the status changes. Its waiter clears it.
     """
@@ -72,7 +73,7 @@ class Journal:
         self.last_error: Failure | None = None
         self.errors: deque[Failure] = deque(maxlen=ERRORS)
         self.changed = threading.Event()
-        self.measuring = False
+        self.measuring = self.is_bypassed = False
         self._obstacle: tuple[str | None, str] = None, ""  # a kind of run, and why it could not be measured on one device
         self._taken: dict[str, float] = {}  # seconds of all runs that ended well, by kind
         self._together: Recent[str, tuple[int, float]] = Recent(KINDS)  # devices and seconds per call of runs on several, by kind
@@ -121,14 +122,14 @@ class Journal:
 
     def begin_run(self, run: RunStats, node: Node | None) -> None:
         """Record the start of a sampling run, on one device or on several, and its node."""
-        self.run, self.node = run, node or self.node
+        self.run, self.node, self.is_bypassed = run, node or self.node, False
         self.changed.set()
 
     def bypassed(self, before: RunStats) -> None:
         """Record the start of a prompt that samples without this pack: the previous run's figures no longer apply. A run that has
         begun since keeps its figures. `before`: the run before the prompt was checked."""
         if self.run is before:
-            self.node, self.run = None, RunStats(None)
+            self.node, self.run, self.is_bypassed = None, RunStats(None), True
 
     def measure(self) -> None:
         """Measure a call of the next run on one device."""

@@ -78,7 +78,8 @@ class RunResult:
     obstacle: str = ""  # key of the reason for no measurement, of "obstacle"; empty = there is none
     unit: str = "device"  # key of the devices' name, of "unit"
     steps: int = 0  # of the sampler, after the end of the run
-    calls: int = 0  # that have returned
+    calls: int = 0  # that have returned, and that no cache has skipped
+    running: bool = False  # more calls may follow
     limit: float = 0.0  # largest possible speed-up; 0 = `ranks`
     patched: int = 0  # calls in patches, which are approximate
     fetched: bool = False  # see `CallRecord.fetched`; a device without ranks fetches nothing
@@ -107,10 +108,10 @@ class RunResult:
 
     @property
     def times(self) -> float | None:
-        """Speedup over one device. None on one device, and where either time is unknown."""
-        if self.ranks == 1 or not self.per_call or self.on_one_device is None:
+        """Speedup over one device, at most the possible one. None on one device, within a run, and where either time is unknown."""
+        if self.ranks == 1 or self.running or not self.per_call or self.on_one_device is None:
             return None
-        return self.on_one_device / self.per_call
+        return min(self.on_one_device / self.per_call, self.limit or self.ranks)
 
     @property
     def case(self) -> str:
@@ -118,7 +119,9 @@ class RunResult:
         if self.ranks == 1:
             return "one_device"
         if self.times is not None:
-            return "compared"
+            return "about" if self.unit == "process" else "compared"  # other programs use the cores as well
+        if self.running and self.alone:
+            return "running"
         if self.alone:
             return "too_few" if self.possible else "disturbed"
         return "obstacle" if self.obstacle else NOT_MEASURED
@@ -130,7 +133,8 @@ class RunResult:
         times, cases = self.times, [self.case]
         parts: dict[str, Any] = {"cases": cases, "ranks": self.ranks, "unit": self.unit, "obstacle": self.obstacle}
         if times is not None and self.per_call:
-            low, high = (f"{seconds / self.per_call:.1f}" for seconds in (min(self.possible), max(self.possible)))
+            ends = [min(seconds / self.per_call, self.limit or self.ranks) for seconds in self.possible]
+            low, high = f"{min(ends):.1f}", f"{max(ends):.1f}"
             parts |= {"times": f"{times:.1f}", "low": low, "high": high, "count": len(self.possible)}
             if low != high:
                 cases.append("spread")
@@ -141,7 +145,7 @@ class RunResult:
             parts |= {"steps": self.steps, "seconds": f"{seconds:.0f}" if seconds >= 10 else f"{seconds:.2g}"}
             if times is not None:
                 parts |= _seconds(seconds, times)
-            cases.append("ended" if times is None else "instead")
+            cases.append("ended" if times is None or f"{times:.1f}" == "1.0" else "instead")
         if self.patched:
             parts |= {"patched": self.patched, "calls": self.calls}
             cases.append("approximate")
@@ -194,6 +198,7 @@ class RunStats:
         kind: of all its calls; None where they differ, or without a key. Runs of one kind take the same time.
         one_rank: name of one of the ranks in the table of times, where they computed a call.
         begun: number of calls, with the current one.
+        skipped: calls that a step cache has answered, although others reached the ranks.
         count: calls on the ranks in the means. The first call, which may include loading or warm-up, counts only while it is alone.
     """
 
@@ -202,7 +207,8 @@ class RunStats:
         self.kind: str | None = None
         self.now: str | None = None
         self.machine, self.one_rank = machine, ""
-        self.begun = self.count = 0
+        self.begun = self.count = self.skipped = 0
+        self._reached = False  # the current call has reached the ranks
         self._key = key
         self._first = self._second = self._last = 0.0
         self._inside = 0.0  # seconds that the ranks, or their owner, spent on finished calls
@@ -211,7 +217,7 @@ class RunStats:
 
     def enter(self, arguments: dict[str, Any]) -> None:
         """Record the start of a call. `arguments`: those that tell kinds of calls apart."""
-        self.now = None if self._key is None else kind_of(self._key, arguments)
+        self.now, self._reached = None if self._key is None else kind_of(self._key, arguments), False
         self.begun += 1
         self.kind = self.now if self.begun == 1 or self.now == self.kind else None
         self._last = time.monotonic()
@@ -223,12 +229,15 @@ class RunStats:
     def leave(self) -> None:
         """Record the return of the call. A device may still compute it."""
         self.now = None
+        self.skipped += self.result.last is not None and not self._reached
         self.finish()
+        self.note(running=True)
 
     def finish(self, steps: int = 0) -> None:
         """Record the end of the run, after `steps` steps, or of a call."""
         seconds = time.monotonic() - self._second - self._extra
-        self.note(calls=self.begun, steps=steps, per_call=seconds / (self.begun - 1) if self.begun > 1 else None)
+        calls = self.begun - self.skipped
+        self.note(calls=calls, steps=steps, per_call=seconds / (calls - 1) if calls > 1 else None, running=False)
 
     def note(self, **figures: Any) -> None:
         """Record fields of the result."""
@@ -241,7 +250,7 @@ class RunStats:
 
     def add(self, record: CallRecord) -> None:
         """Record a call on the ranks, after its end."""
-        mean, by_rank = self.result.mean, self.result.by_rank
+        mean, by_rank, self._reached = self.result.mean, self.result.by_rank, True
         new = len(record.reports) != len(by_rank)
         if new or self._alone:
             self.count, mean, by_rank = 0, {}, [{} for _ in record.reports]

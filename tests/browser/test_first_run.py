@@ -18,7 +18,7 @@ from support.server import CHECKOUT, PACK
 
 PATIENCE = 30_000 * SLACK  # milliseconds
 DISTURBED = "not compared with one process: the comparison was disturbed, measure again"  # where others use the cores
-MEASURED = rf"^3 steps in \S+ s( instead of about \S+ s: \d+\.\d × as fast as one process|: on one process|: {DISTURBED})"
+MEASURED = rf"^3 steps in \S+ s( instead of about \S+ s: about \d+\.\d × as fast as one process|: on one process|: {DISTURBED})"
 SPEED = rf"({MEASURED}|^3 steps in \S+ s: not compared with one process yet).* · .* s per call"
 """What the node that samples says of its speed; "one device" where that was chosen for the call."""
 ALL_IN_VIEW = """() => {

@@ -73,7 +73,9 @@ def test_quiet_without_workers(browser_server, panel):
         pytest.skip("runs first, on a server that has started no workers")
     headline(panel, "no workers")
     expect(panel).to_contain_text("Press the button, then Run: all GPUs compute each picture or video together.")
-    expect(panel.locator(".cp-speed")).to_have_text("No run yet. The speed-up appears after three runs, or after one with Measure.")
+    expect(panel.locator(".cp-speed")).to_have_text(
+        "No run yet. The speed-up appears after one to three runs, or after one with Measure."
+    )
     expect(panel.get_by_role("button")).to_have_text(["Measure", "Use all GPUs in this workflow"])
 
 
@@ -92,7 +94,7 @@ def test_a_run(browser_server, page, panel, picture, theme):
     pids = browser_server.worker_pids()
     assert len(pids) == 2
     expect(panel.locator(".cp-speed")).to_have_text(re.compile(f"^{NOT_MEASURED}$"))
-    expect(panel.locator(".cp-activity").last).to_have_text(re.compile(r"^[\d.]+ m?s per call$"))
+    expect(panel.locator(".cp-activity").last).to_have_text(re.compile(r"^KSampler: [\d.]+ m?s per call$"))
     expect(panel.locator(".cp-details > .cp-lists")).to_be_hidden()
     for rank, pid in enumerate(pids):
         expect(panel.locator(f"[data-rank='{rank}']")).to_have_text(f"Process {rank}computing")
@@ -139,7 +141,7 @@ def test_measure(browser_server, page, panel, picture):
         press_queue(page)
         headline(panel, "computing")
         if run is LONG:  # it was measured before
-            expect(speed).to_have_text(times)
+            expect(speed).to_have_text("known at the end of the run")
             for theme in reversed(THEMES):
                 picture(f"docs/images/panel-computing-{theme}.png", prepare=partial(page.evaluate, THEME, theme), settle=300)
         headline(panel, "idle")
@@ -147,7 +149,7 @@ def test_measure(browser_server, page, panel, picture):
         now = browser_server.get("/context_parallel/status")["speed"]
         expect(speed).to_have_text(now["words"])
         if now["times"] is not None:
-            assert now["times"] == now["seconds_per_call_on_one_device"] / now["seconds_per_call"]
+            assert now["times"] == min(2, now["seconds_per_call_on_one_device"] / now["seconds_per_call"])
         expect(page.get_by_text(re.compile(f"^{re.escape(now['words'])} · "))).to_have_count(1)
         assert now["words"].startswith(f"{run['steps']} steps in ")
         expect(button).to_have_text("Measure again")

@@ -177,12 +177,12 @@ def statuses(server, since=0.0):
 def test_events_follow_the_workers(fresh_server):
     server = fresh_server
     server.run(flux_prompt()).check()
-    assert statuses(server) == []  # nothing is said where there are no workers
+    assert {status["state"] for status in statuses(server)} <= {"off"}  # it was without this pack
 
     prompt_id = server.queue(flux_prompt(width=384, height=384, steps=4, cp=CP))
     assert server.wait(prompt_id, 120).status == "success"
     server.wait_event(lambda event: event.type == STATUS and event.data["state"] == "idle", 10 * SLACK)
-    order = [status["state"] for status in statuses(server)]
+    order = [status["state"] for status in statuses(server) if status["state"] != "off"]
     changes = [state for i, state in enumerate(order) if i == 0 or order[i - 1] != state]
     assert changes in (["starting", "loading", "computing", "idle"], ["starting", "computing", "idle"])  # loading may take no time
     starts = [status["starting"] for status in statuses(server) if status["starting"]]
@@ -234,7 +234,7 @@ def test_speedup_is_known_after_a_run_on_one_device(fresh_server):
         assert "the comparison was disturbed" in report["speed"]
     assert report["seconds_per_call_on_one_device"] == alone["seconds_per_call"] or len(tried) > 1
     # One result everywhere: `tests/unit/test_journal.py` has its words and figures.
-    assert re.match(r"4 steps in \S+ s instead of about \S+ s: \d+\.\d × as fast as one process", report["speed"])
+    assert re.match(r"4 steps in \S+ s instead of about \S+ s: about \d+\.\d × as fast as one process", report["speed"])
     assert picture(server, text)[0].splitlines()[0] == report["speed"]
     status = server.status()
     speed, call = status["speed"], status["last_call"]

@@ -1,5 +1,6 @@
 """What users and the frontend can ask about the workers, and the restart, on ComfyUI's own server and under its rules."""
 
+import json
 import os
 import re
 import signal
@@ -71,7 +72,8 @@ def test_no_worker_yet(off_server):
         "compiling": False,
     }
     unknown = ("alone", "backend", "peer_to_peer", "pace", "last_call", "last_vae_call", "last_upscale_call", "starting", "loading")
-    left = ("last_error", "errors", "speed", "settings", "hosts", "last_prompt")  # by other tests, on one device
+    # By other tests, on one device.
+    left = ("last_error", "errors", "speed", "no_speed", "node", "settings", "hosts", "last_prompt")
     others = {name: off[name] for name in left}
     assert off == {"state": "off", "version": VERSION, **empty, **dict.fromkeys(unknown), **others}
     assert off_server.answer(RESTART, "POST") == (200, {"restarted": False, "error": None, "status": off})
@@ -124,9 +126,63 @@ def test_a_run_takes_the_place_of_the_one_before(node, cp, first, pool_server, e
     pool_server.wait_event(told, since=since)
     assert texts[0] == first
     assert not any("2 ranks" in text for text in texts)
+    if first == BYPASSED and node == "KSampler":
+        assert pool_server.status()["no_speed"] == "bypassed"
     if node == "KSampler":  # the report of CP Sampler measures its run
         status = pool_server.wait_status(lambda status: status["last_call"] is None)
         assert (status["speed"] is None) == (cp is None)
+
+
+def texts_after(server, since, node="sampler"):
+    """Waits for a text under a node, later than `since`."""
+    return lambda text: server.wait_event(lambda event: event.type == "text" and event.data == (node, text), since=since)
+
+
+def test_a_node_that_its_prompt_does_not_run_says_so(pool_server, expected):
+    """One that is cached, one that another program ran, one that passes its model by while another does not."""
+    graph = partial(flux_prompt, cp=CP, steps=4, nonce=7701)
+    pool_server.run(graph()).check()
+    wait_text = texts_after(pool_server, time.monotonic())
+    pool_server.run(graph()).check()
+    wait_text(WAITING)
+    wait_text("not run: nothing has changed")
+    wait_text = texts_after(pool_server, time.monotonic())
+    queued = pool_server.post("/prompt", {"prompt": graph(nonce=7702)})
+    wait_text("the last run came from another program")
+    pool_server.wait_status(lambda status: (status["last_prompt"] or {}).get("id") == queued["prompt_id"])
+    both, wait_text = graph(nonce=7703), texts_after(pool_server, time.monotonic())
+    model = both["cp_apply"]["inputs"]["model"]
+    both["other"] = {**both["sampler"], "inputs": {**both["sampler"]["inputs"], "seed": 5}}
+    both["sampler"]["inputs"]["model"] = model
+    pool_server.queue(both)
+    wait_text(BYPASSED)
+
+
+def test_a_sampler_in_a_subgraph_speaks_under_the_subgraph(pool_server, expected):
+    """ComfyUI names its node by all that it is in; a browser that shows the outermost graph has only the first of them."""
+    since = time.monotonic()
+    prompt = json.loads(json.dumps(flux_prompt(cp=CP, steps=4)).replace('"sampler"', '"12:5:3"'))
+    pool_server.run(prompt).check()
+    for node in ("12", "12:5", "12:5:3"):
+        pool_server.wait_event(
+            lambda event, node=node: event.type == "text" and event.data[0] == node and "2 ranks" in event.data[1], since=since
+        )
+    assert pool_server.status()["node"] == {"id": "12:5:3", "type": "KSampler"}
+
+
+def test_a_start_that_is_cancelled_has_not_failed(pool_server, expected, faults):
+    os.kill(assert_right(pool_server, expected)[0], signal.SIGKILL)
+    pool_server.run(flux_prompt(cp=CP))  # notices it
+    assert pool_server.status()["no_speed"] == "failed"
+    faults.arm(1, "slow", at="start", seconds=3)
+    wait_text = texts_after(pool_server, time.monotonic())
+    prompt_id = pool_server.queue(flux_prompt(cp=CP, **LONG))
+    pool_server.wait_status(lambda status: status["state"] == "starting" and not faults.waiting)
+    pool_server.interrupt()
+    assert pool_server.wait(prompt_id, 60).status == "interrupted"
+    wait_text("cancelled")
+    assert pool_server.status()["state"] == "off"
+    assert_right(pool_server, expected)
 
 
 def test_idle(pool_server, expected):

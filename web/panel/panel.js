@@ -8,10 +8,10 @@ import { errorCard, pastErrors } from "./error_card.js";
 import { otherComputers } from "./hosts.js";
 import { promptBar } from "./prompt_bar.js";
 import { rankList } from "./ranks.js";
+import { graphs } from "./graphs.js";
 import { find, t } from "./texts.js";
 import { label, toggle, usesAll } from "../use_all_gpus.js";
 
-const UNKNOWN = { parts: { cases: ["no_run"], unit: "device" } }; // speed of a run that has not begun
 const BUSY = ["starting", "loading", "computing"];
 const SETTLED = 1000; // milliseconds that a state lasts before it is read aloud: between two calls the ranks are idle
 
@@ -49,7 +49,7 @@ export function makePanel({ restart, measure, prefer, check }) {
     const state = restarting ? "starting" : now?.state;
     const working = Boolean(now) && now.state !== "off";
     // A run that has begun knows its speed after its first calls.
-    const known = now?.speed ?? UNKNOWN;
+    const known = now?.speed ?? { parts: { cases: [now?.no_speed ?? "no_run"], unit: "device" } };
     first.hidden = !now || (!now.speed && BUSY.includes(state));
     speed.textContent = speedOf(known);
     stoppable = Boolean(known.measuring);
@@ -120,7 +120,18 @@ function activityOf(now, state, skew) {
   if (state === "off" || state === "failed") return t(`next.${state}`);
   if (now?.loading) return loadingOf(now.loading);
   if (now?.compiling) return t("compiling");
-  return now?.pace ? t("per_call", { time: seconds(now.pace) }) : "";
+  if (!now?.pace) return "";
+  const pace = t("per_call", { time: seconds(now.pace) });
+  return now.node ? t("node_at_work", { pace, node: titleOf(now.node) }) : pace;
+}
+
+/** The title of a node that runs, as the graph shows it; its type, where another graph is open. */
+function titleOf({ id, type }) {
+  const path = String(id).split(":");
+  let graph = graphs()[0];
+  for (const step of path.slice(0, -1)) graph = graph?.getNodeById(step)?.subgraph;
+  const node = graph?.getNodeById(path.at(-1));
+  return node?.type === type ? node.title : type;
 }
 
 function loadingOf({ model, part }) {

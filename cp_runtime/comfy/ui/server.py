@@ -150,8 +150,12 @@ class Events:
         self._server = server
         self._sent = news(snapshot(server).described)
         self._user: tuple[Node | None, str | None] = None, None  # the last node that used the pool, and the client that queued it
+        self._over: Node | None = None  # the last one whose text another prompt has cleared
         self._said: tuple[str, Node | None] = "", None
         self._prompt = ""  # id of the last one that was seen
+        # Nodes that have had a text, for the last prompt that had them; and those of them of which it is not known whether they run
+        self._told: dict[tuple[str, str], Node] = {}
+        self._waiting: set[tuple[str, str]] = set()
 
     def send(self) -> None:
         """Send an event if the status has changed, and texts to the nodes."""
@@ -163,37 +167,47 @@ class Events:
             self._sent = new
             self._server.send_sync(EVENT, plain)
         before = self._user
-        if now.node not in (None, before[0]):
+        if now.node not in (None, before[0], self._over):
             self._user = now.node, self._server.client_id
         for user, client in (before, self._user):
             # The browser leaves a text unchanged, and accepts no empty one.
             words, end = words_for(client), ending(self._server, user)
             self._say(words.say(end) if end else now.text(words, user), user, client)
+        for client, node_id in [*self._waiting]:
+            node, words = self._told[client, node_id], words_for(client)
+            if (end := ending(self._server, node)) is not None:
+                self._say(words.say(end or "node.cached"), node, client)
 
     def _look_at_the_prompt(self) -> None:
-        """Clear the status and the text of the last run, once another prompt has begun that samples."""
+        """Clear the status of the last run, and the texts of nodes, once another prompt has begun."""
         run, newest = CONTROLLER.journal.run, newest_prompt(self._server)
         if newest is None or newest[0] == self._prompt:
             return
-        self._prompt, graph = newest
+        self._prompt, graph, queued_by = newest
         # A link to a model, of any sampler or guider.
-        if not any(isinstance(each["inputs"].get("model"), list) for each in graph.values()):
-            return
-        bypassed = not any(map(_shares_out, graph.values()))
+        samples = any(isinstance(each["inputs"].get("model"), list) for each in graph.values())
         now = CONTROLLER.journal.node
-        if bypassed and (now is None or now.prompt_id != self._prompt):  # CP Sampler may have begun to measure a run
+        mine = now is not None and now.prompt_id == self._prompt  # CP Sampler may have begun to measure a run
+        if samples and not mine and not any(map(_shares_out, graph.values())):
             CONTROLLER.journal.bypassed(run)
-        node, client = self._user
-        if bypassed or node is None or node.prompt_id != self._prompt:
-            self._user = None, None
-            if node is not None and graph.get(node.node_id, {}).get("class_type") == node.kind:
-                kind = "bypassed" if bypassed else "waiting"
-                self._say(words_for(client).say(f"node.{kind}"), node, client)
+        for (client, node_id), node in [*self._told.items()]:
+            if node.prompt_id != self._prompt and graph.get(node_id, {}).get("class_type") == node.kind:
+                if node == self._user[0]:
+                    self._user, self._over = (None, None), node
+                kind = "elsewhere" if client != queued_by else "waiting" if _is_shared(graph, node_id) else "bypassed"
+                self._say(words_for(client).say(f"node.{kind}"), node._replace(prompt_id=self._prompt), client)
+                if kind == "waiting":
+                    self._waiting.add((client, node_id))
 
     def _say(self, text: str, node: Node | None, client: str | None) -> None:
         if text and node is not None and client is not None and (text, node) != self._said:
             self._said = text, node
-            self._server.send_progress_text(text.encode(errors="replace"), node.node_id, client)
+            self._told[client, node.node_id] = node
+            self._waiting.discard((client, node.node_id))
+            # Also under the nodes of the subgraphs that it is in: the browser shows a text where its node is.
+            for at, sign in enumerate(f"{node.node_id}:"):
+                if sign == ":":
+                    self._server.send_progress_text(text.encode(errors="replace"), node.node_id[:at], client)
 
 
 def words_for(client: str | None) -> Words:
@@ -206,12 +220,27 @@ def _shares_out(node: Mapping[str, Any]) -> bool:
     return node["class_type"] == "ApplyContextParallel" or (node["class_type"] == "CPSampler" and "cp_config" in node["inputs"])
 
 
-def newest_prompt(server: Any) -> tuple[str, dict[str, Any]] | None:
+def _is_shared(graph: Mapping[str, Any], node_id: str) -> bool:
+    """Return whether a node of a prompt runs on the ranks: it is one for pictures, or its model comes from one that shares out."""
+    left, seen = [node_id], set()
+    while left:
+        if (node := graph.get(left.pop())) is None or id(node) in seen:
+            continue
+        seen.add(id(node))
+        if _shares_out(node) or node["class_type"] in ("CPVAEDecode", "CPVAEEncode", "CPUpscaleImage"):
+            return True
+        links = {name: value[0] for name, value in node["inputs"].items() if isinstance(value, list) and value}
+        left += [origin for name, origin in links.items() if "model" in name or "guider" in name]
+    return False
+
+
+def newest_prompt(server: Any) -> tuple[str, dict[str, Any], str | None] | None:
+    """Return the id, the graph, and the client of the prompt that began last."""
     queue = server.prompt_queue
     with queue.mutex:
         last = next(reversed(queue.history.values()), {"prompt": None})["prompt"]
         begun = next(reversed(queue.currently_running.values()), last)
-    return None if begun is None else (begun[1], begun[2])
+    return None if begun is None else (begun[1], begun[2], begun[3].get("client_id"))
 
 
 def news(now: dict[str, Any]) -> Any:

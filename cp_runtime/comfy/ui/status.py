@@ -7,7 +7,7 @@ import time
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from ...controller.journal import Failure
+from ...controller.journal import Failure, Journal
 from ...controller.prompt_times import PromptTimes, cached_nodes
 from ...controller.run_stats import CallRecord, Node, RunResult
 from ...controller.workers import Workers
@@ -37,6 +37,7 @@ class Status:
     Args:
         result: of the last sampling run.
         measuring: the next run is compared with one device.
+        no_speed: key of the reason for no speed, of "speed".
         node: the current or last one that uses the workers.
         waiting, compiling: ranks that have not reported on the command, and those of them that compile.
         comparing: a call is repeated on one device.
@@ -66,6 +67,7 @@ class Status:
     errors: list[Failure]
     result: RunResult | None
     measuring: bool
+    no_speed: str
     node: Node | None
     last_prompt: dict[str, Any] | None
     last: CallRecord | None = None
@@ -82,6 +84,7 @@ class Status:
             **{name: getattr(value, "described", value) for name, value in vars(self).items() if name not in inside},
             "version": VERSION,
             "activity": self.activity(words_in(ENGLISH)),
+            "node": self.node and {"id": self.node.node_id, "type": self.node.kind},
             "compiling": bool(self.compiling),
             "speed": {**result.described, "measuring": self.measuring} if self.result or self.measuring else None,
             "last_call": call and {**call.described, "waiting_share": result.waiting_share},  # of the run, as in the report
@@ -156,6 +159,7 @@ def snapshot(server: Any) -> Status:
         errors=list(journal.errors),
         result=result,
         measuring=journal.measuring,
+        no_speed=_no_speed(server, journal),
         node=journal.node,
         last_prompt=_last_prompt(server, journal.prompt),
     )
@@ -202,6 +206,17 @@ def ending(server: Any, node: Node | None) -> str | None:
         if name in UNFINISHED and node.node_id not in data["executed"]:
             return UNFINISHED[name]
     return ""
+
+
+def _no_speed(server: Any, journal: Journal) -> str:
+    """Return what became of the last run, where it has no speed: a key of its text, of "speed"."""
+    if journal.last_error is not None:
+        return "failed"
+    if journal.is_bypassed:
+        return "bypassed"
+    if not journal.run.machine:
+        return "no_run"
+    return "cancelled" if ending(server, journal.node) == UNFINISHED["execution_interrupted"] else "running"
 
 
 def _last_prompt(server: Any, times: PromptTimes) -> dict[str, Any] | None:
