@@ -192,11 +192,12 @@ def test_events_follow_the_workers(fresh_server):
     assert [rank["pid"] for rank in last["ranks"]] == server.worker_pids()
     assert all(rank["tokens"] for rank in last["ranks"])
 
-    server.wait_event(lambda event: event.type == "text" and event.data[1].startswith("4 steps in "), 10 * SLACK)
+    server.wait_event(lambda event: event.type == "text" and "2 ranks" in event.data[1], 10 * SLACK)
     texts = [event.data for event in server.events if event.type == "text"]
     assert {node for node, _ in texts} == {"sampler"}
     assert texts[0][1].startswith("starting 2 workers: ")
     assert texts[-1][1].endswith(" s per call · 2 ranks (ulysses 2)")
+    assert max(len(text) for _, text in texts) <= 60
 
     # Another node must not show what this one did, while its own first call is under way.
     since = time.monotonic()
@@ -209,8 +210,7 @@ def test_events_follow_the_workers(fresh_server):
     seconds = server.status()["last_call"]["seconds"]
     shown = {event.data[1] for event in server.events if event.type == "text" and event.time >= since and event.data[0] == "other"}
     (text,) = shown
-    assert text.endswith(f" · {seconds:.3g} s per call · 2 ranks (ulysses 2)")
-    assert text.startswith("not compared with one process yet")
+    assert text.endswith(f"{seconds:.3g} s per call · 2 ranks (ulysses 2)")
 
     quiet = time.monotonic()
     time.sleep(1.5)
@@ -241,7 +241,8 @@ def test_speedup_is_known_after_a_run_on_one_device(fresh_server):
     assert (speed["words"], speed["parts"]) == (report["speed"], report["speed_parts"])
     assert (round(speed["times"], 2), round(speed["seconds_per_call"], 4)) == (report["speedup"], report["seconds_per_call"])
     assert (call["degrees"], round(call["waiting_share"], 4)) == (report["degrees"], report["communication_share"])
-    shown = f"{speed['words']} · {speed['seconds_per_call']:.3g} s per call · 2 ranks (ulysses 2)"
+    times = re.search(r"about \d+\.\d × as fast as one process", speed["words"])
+    shown = f"{times[0]} · {speed['seconds_per_call']:.3g} s per call"
     server.wait_event(lambda event: event.type == "text" and event.data == ("sampler", shown))
 
 

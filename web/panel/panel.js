@@ -18,6 +18,7 @@ const SETTLED = 1000; // milliseconds that a state lasts before it is read aloud
 /** The panel; its `update` takes the status and what this page is doing about the workers at the moment. */
 export function makePanel({ restart, measure, prefer, check }) {
   const speed = hint(make("div", "cp-speed"), t("hint.speed"));
+  const about = make("p", "cp-activity cp-about"); // the whole sentence, where the speed above is a part of it
   const measuring = hint(button("pi-stopwatch", () => measure(stoppable)), t("hint.measure"));
   const first = make("div", "cp-head", null, speed, measuring);
   const decoded = hint(make("p", "cp-activity"), t("hint.vae"));
@@ -38,7 +39,7 @@ export function makePanel({ restart, measure, prefer, check }) {
   const past = pastErrors();
   const more = make("details", "cp-details", null, make("summary", "", t("details")), list, byItself, past);
   const hosts = otherComputers(check);
-  const element = make("div", "cp-panel", null, first, decoded, prompt, held, head, activity, error, use, devices, body, hosts, more, live);
+  const element = make("div", "cp-panel", null, first, about, decoded, prompt, held, head, activity, error, use, devices, body, hosts, more, live);
   element.dataset.testid = "context-parallel-panel";
 
   let stoppable = false; // whether a measurement waits or goes on
@@ -51,7 +52,9 @@ export function makePanel({ restart, measure, prefer, check }) {
     // A run that has begun knows its speed after its first calls.
     const known = now?.speed ?? { parts: { cases: [now?.no_speed ?? "no_run"], unit: "device" } };
     first.hidden = !now || (!now.speed && BUSY.includes(state));
-    speed.textContent = speedOf(known);
+    about.textContent = speedOf(known);
+    speed.textContent = briefly(known) ?? about.textContent;
+    about.hidden = first.hidden || about.textContent === speed.textContent;
     stoppable = Boolean(known.measuring);
     measuring.hidden = !stoppable && known.parts.cases.includes("one_device");
     const ask = known.parts.count ? t("measure_again") : t("measure");
@@ -104,6 +107,11 @@ function speedOf(speed) {
   const { cases, unit, obstacle } = speed.parts;
   const values = { ...speed.parts, unit: t(`unit.${unit}`), obstacle: obstacle && t(`obstacle.${obstacle}`) };
   return cases.reduce((text, each) => t(`speed.${each}`, { ...values, speed: text }), "");
+}
+
+/** The speed in a line; null where the sentence is one. */
+function briefly({ measuring, parts }) {
+  return measuring ? null : find(`title.${parts.cases[0]}`, parts);
 }
 
 /** What each device holds of a model. */

@@ -23,6 +23,9 @@ from .single_device import SingleDeviceReason
 LINGER = 1.0
 """Seconds that a state outlasts a command within a prompt. Between two commands the ranks are idle for a moment."""
 
+MOST = 60
+"""Characters of a text under a node: its two lines have no room for more. The panel has the rest."""
+
 STATES = {"start": "starting", "load": "loading", "attach_network": "loading", "call": "computing"}
 """State by command. The others take no time: the ranks keep their state."""
 
@@ -95,6 +98,12 @@ class Status:
 
     def activity(self, words: Words) -> str:
         """Return the current or last activity of the workers, or the reason for their absence, in words."""
+        # Another node's activity does not concern this one.
+        last = [] if self.last is None or self.last.node != self.node else self._facts(words, self.last)
+        return self._doing(words) or " · ".join(last)
+
+    def _doing(self, words: Words) -> str:
+        """Return what takes time now, other than a call, or the reason for the absence of workers."""
         if not self.world_size:
             return "" if self.alone is None else self.alone.said(words)
         if self.starting is not None:
@@ -109,33 +118,42 @@ class Status:
             return words.say("node.compiling", ranks=self._ranks(words, self.compiling))
         if self.comparing:
             return words.say("node.measuring")
-        # Another node's activity does not concern this one.
-        return self._call(words, self.last) if self.last is not None and self.last.node == self.node else ""
+        return ""
 
     def text(self, words: Words, node: Node | None) -> str:
-        """Return the text under a node: its activity, or the times of its run; empty for another node."""
-        activity = self.activity(words) if node == self.node else ""
-        if activity or self.result is None:
-            return activity
-        last, per_call = self.result.last, self.result.per_call
-        if last is None and per_call and node == self.node:  # on one device
-            return f"{words.speed(self.result.parts)} · {_per_call(words, per_call)}"
-        return self._call(words, last) if last is not None and last.node == node and self.world_size else ""
+        """Return the text under a node, of at most `MOST` characters: its activity, or the times of its run; empty for another."""
+        mine, result = node == self.node, self.result
+        if mine and (doing := self._doing(words)):
+            return fitting([doing])
+        if result is not None and result.last is None and result.per_call and mine:  # on one device
+            return fitting([words.speed({**result.parts, "cases": [result.case]}), _per_call(words, result.per_call)])
+        records = [self.last if mine else None, result and self.world_size and result.last]
+        return next((fitting(self._facts(words, record, brief=True)) for record in records if record and record.node == node), "")
 
-    def _call(self, words: Words, record: CallRecord) -> str:
-        """Put a call, and its run, into words."""
+    def _facts(self, words: Words, record: CallRecord, brief: bool = False) -> list[str]:
+        """Put a call, and its run, into words. `brief`: its speed only where that is a figure, without how it came about."""
         outcome, result = record.reports[0].outcome, self.result
         ranks = f"{words.say('ranks', count=self.world_size)} ({words.mesh(outcome.degrees, outcome.at_work)})"
         if record.choice is not None and record.choice["ranks"] < self.world_size:
             ranks = words.choice(record.choice)  # otherwise the others would seem idle
         if result is None or record is not result.last:  # of pictures
-            return f"{ranks}, {_per_call(words, record.seconds)}"
-        return f"{words.speed(result.parts)} · {_per_call(words, result.per_call or record.seconds)} · {ranks}"
+            return [ranks, _per_call(words, record.seconds)]
+        cases = [result.case] if brief else result.parts["cases"]
+        speed = [] if brief and result.times is None else [words.speed({**result.parts, "cases": cases})]
+        return [*speed, _per_call(words, result.per_call or record.seconds), ranks]
 
     def _ranks(self, words: Words, some: list[int]) -> str:
         if len(some) in (0, self.world_size):
             return words.say("ranks", count=self.world_size)
         return words.say("node.rank", ranks=", ".join(map(str, some)))
+
+
+def fitting(facts: list[str]) -> str:
+    """Join those facts that have room in a node, the first ones first."""
+    text = facts[0] if len(facts[0]) <= MOST else f"{facts[0][: MOST - 1]}…"
+    for fact in facts[1:]:
+        text = f"{text} · {fact}" if len(f"{text} · {fact}") <= MOST else text
+    return text
 
 
 def _per_call(words: Words, seconds: float) -> str:
