@@ -13,6 +13,9 @@ import torch
 MAX_SHOWN = 200  # characters of a value in an error
 MAX_REMEDY = 100  # characters of an error that ComfyUI's message is sure to show
 
+ON_ONE_DEVICE = "set “if a call cannot be split” of CP Config to 'single device'"
+"""What to do about any refusal, with the label that the node shows."""
+
 
 class ContextParallelError(RuntimeError):
     """Base of all errors of this package."""
@@ -52,8 +55,8 @@ class CompileError(ContextParallelError):
     def __init__(self, block: str, backend: str, cause: str) -> None:
         self.block = block
         super().__init__(
-            f"torch.compile (backend {backend}) cannot compile {block}: {cause} Remove Torch Compile from the graph, or set "
-            "on_unsupported of CP Config to 'single device': such blocks then run as they are."
+            f"torch.compile (backend {backend}) cannot compile {block}: {cause} Remove Torch Compile from the graph, or "
+            f"{ON_ONE_DEVICE}: such blocks then run as they are."
         )
 
 

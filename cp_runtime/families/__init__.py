@@ -8,7 +8,7 @@ import pkgutil
 from torch import nn
 
 from ..engine.pipeline.stages import staged_blocks
-from ..errors import UnsupportedError
+from ..errors import ON_ONE_DEVICE, UnsupportedError
 from .family import FamilyPlan
 
 PLANS: dict[str, FamilyPlan] = {
@@ -41,7 +41,7 @@ def plan_for(model: nn.Module) -> FamilyPlan:
     if plan is None:
         raise UnsupportedError(
             f"{type(model).__name__} has no context parallel plan; docs/generated/families.md lists the classes that have one. "
-            "Connect the model to the sampler directly, or set on_unsupported of CP Config to 'single device'."
+            f"Connect the model to the sampler directly, or {ON_ONE_DEVICE}."
         )
     plan.check(model)
     return plan

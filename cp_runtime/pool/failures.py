@@ -16,6 +16,7 @@ from .messages import Failure, Report
 from .peers import shm_advice
 from .processes import RankProcess
 from .progress import SILENT, Progress
+from .settings import label_of
 
 _FOR_USERS = (MirrorError.__name__, UnsupportedError.__name__, UnsentError.__name__)  # their messages need no trace
 _OUT_OF_MEMORY = torch.OutOfMemoryError.__name__
@@ -27,10 +28,10 @@ _SLOW = {
     "start": "If the machine is only slow, raise the environment variable CP_STARTUP_TIMEOUT.",
     "connecting": "If it is only slow, raise the environment variable CP_CONNECT_TIMEOUT.",
     "load": "If loading is only slow, raise the environment variable CP_LOAD_TIMEOUT.",
-    "call": "If the step is only slow, raise step_timeout of CP Config.",
+    "call": f"If the step is only slow, raise {label_of('step_timeout')}.",
 }
 _NCCL = "NCCL was tried with NCCL_P2P_DISABLE=1, too."
-_TO_AUTO = "Set backend of CP Config to auto, with which the ranks go on over gloo."
+_TO_AUTO = f"Set {label_of('backend')} to auto, with which the ranks go on over gloo."
 _CRASHES = ("SIGSEGV", "SIGABRT", "SIGBUS")  # a rank that finds /dev/shm full gets the last
 _EXCLUSIVE = (
     "The GPU may take one process only, which another one is, or ComfyUI: look at its compute mode (nvidia-smi -q -d COMPUTE), and "

@@ -172,6 +172,11 @@ SETTINGS = {
 }  # fmt: skip
 
 
+def label_of(name: str) -> str:
+    """Name a setting as users find it."""
+    return f"“{SETTINGS[name].label}” of CP Config"
+
+
 def with_labels(message: str) -> str:
     """Put the labels that users see in front of the names that an error of settings begins with."""
     names, colon, rest = message.partition(":")

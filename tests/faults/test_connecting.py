@@ -137,7 +137,7 @@ def test_nccl_comes_back_where_shared_memory_fails_after_it_was_faster(far_apart
 
 def test_nccl_that_was_asked_for_is_not_replaced(machine, caplog):
     machine("fail")
-    told = r"(?s)unhandled system error.*NCCL_P2P_DISABLE=1, too.*backend of CP Config to auto"
+    told = r"(?s)unhandled system error.*NCCL_P2P_DISABLE=1, too.*“communication library” of CP Config to auto"
     with pytest.raises(RankError, match=told), started(backend="nccl"):
         pass
     assert caplog.text.count("; trying ") == 1

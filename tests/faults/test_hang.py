@@ -30,7 +30,7 @@ def test_a_rank_that_hangs_is_named(fault_server, expected, faults, kind, rank):
     watch.within(DEADLINE + 1, "the prompt fails", at - watch.began)
     assert f"rank {rank} (pid {pids[rank]}) is furthest behind" in message
     assert ("without a sign of life" in message) == (kind in ("stop", "lock"))
-    assert "raise step_timeout of CP Config" in message
+    assert "raise “longest call, in seconds” of CP Config" in message
 
     assert ("Its main thread" in message) == (kind != "stop")  # which writes nothing
     assert ("faulty_worker.py" in message) == (kind != "stop")

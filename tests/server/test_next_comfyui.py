@@ -114,7 +114,7 @@ def test_sparse_attention_of_any_model_over_a_chosen_one(served, place, server, 
 @pytest.mark.parametrize(
     ("cp", "before", "words"),
     [
-        ({"ring_degree": 2}, [], ["Model Sparse Attention", "all tokens of a head", "ring_degree of CP Config is 2"]),
+        ({"ring_degree": 2}, [], ["Model Sparse Attention", "all tokens of a head", "“split of a call: ring” of CP Config is 2"]),
         ({}, [("TorchCompileModel", {"backend": "inductor"})], ["compiled blocks", "Remove Torch Compile"]),
     ],
     ids=["ring", "compiled"],

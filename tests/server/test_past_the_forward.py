@@ -33,7 +33,7 @@ def test_modules_never_compute_here(kind, served, place, server):
     make = partial(family_prompt, families.served()[served][1], steps=2)
     patched = {place: [("TestPatch", {"kind": kind})]}
     right = server.sample(make(cp=CP))
-    server.fails(make(cp=CP, **patched), f"the node pack context-parallel-test-nodes {KINDS[kind]}", "on_unsupported")
+    server.fails(make(cp=CP, **patched), f"the node pack context-parallel-test-nodes {KINDS[kind]}", "if a call cannot be split")
     pids = server.worker_pids()
     assert_close(server.sample(make(cp=CP)), right)
     assert server.worker_pids() == pids

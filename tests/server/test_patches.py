@@ -11,6 +11,8 @@ from support.latents import assert_close, differ
 from support.node_graphs import IMAGE, NodeCase, assert_stock, completed, node, picture
 from support.worlds import on_ranks
 
+from cp_runtime.errors import ON_ONE_DEVICE
+
 
 def family(name: str, **settings: Any) -> partial[Prompt]:
     _, entry, _ = families.served()[name]
@@ -213,7 +215,7 @@ def test_blocks_that_the_compiler_cannot_take(server, family_checkpoints):
     case = MIRRORED["InfiniteTalk, two speakers"]
     expected, before = latent(server, case.at("after_apply").build()), len(server.log_text())
     nodes = {"after_apply": [(case.node, case.inputs), ("TestPatch", {"kind": "compile_eager"})], "others": case.others}
-    remedy = "set on_unsupported of CP Config to 'single device': such blocks then run as they are"
+    remedy = f"{ON_ONE_DEVICE}: such blocks then run as they are"
     for _ in range(2):
         prompt = completed(case.graph(cp={"world_size": 2}, **nodes), server)
         server.fails(prompt, "torch.compile (backend eager) cannot compile WanAttentionBlock: ", remedy, timeout=120)
@@ -277,7 +279,9 @@ REFUSED = {
 @pytest.mark.parametrize(("name", "served"), [(name, "sd15") for name in REFUSED], ids=REFUSED)
 def test_refused_by_name(name, served, place, server, family_checkpoints):
     case, words = REFUSED[name]
-    server.fails(completed(case.at(place).build(cp={"world_size": 2}), server), *words, "Remove that node", "on_unsupported")
+    server.fails(
+        completed(case.at(place).build(cp={"world_size": 2}), server), *words, "Remove that node", "if a call cannot be split"
+    )
 
 
 CHANGED = {"class_of_a_network": "SigLIPMultiFeatProjModel.forward", "class_of_a_patch": "UsoStyleProjectorPatch.__call__"}

@@ -119,7 +119,7 @@ def test_out_of_memory_on_one_rank(pool_server, exact, faults, rank):
         ({**CP, "ulysses_degree": 2}, {}, "Got 2; allowed: 0 or 1 where the model is staged"),
         (MANY, {"stages": 8}, "Set stages of CP PipeFusion to at most"),
         ({**MANY, "weights": "staged"}, None, "Flux cannot be divided into 8 stages: this model has"),
-        ({**MANY, "weights": "staged"}, None, "Set world_size of CP Config to at most"),
+        ({**MANY, "weights": "staged"}, None, "Set “number of GPUs” of CP Config to at most"),
     ],
 )
 def test_refused(pool_server, config, inputs, words):

@@ -83,7 +83,7 @@ INSIDE = {
 @pytest.mark.parametrize("place", ["model_nodes", "after_apply"])
 def test_patches_inside_the_transformer_are_refused_or_run_on_a_single_device(kind, place, off_server):
     nodes = {place: [("TestPatch", {"kind": kind})]}
-    error = off_server.fails(flux_prompt(cp={"world_size": 2}, **nodes), INSIDE[kind], "on_unsupported")
+    error = off_server.fails(flux_prompt(cp={"world_size": 2}, **nodes), INSIDE[kind], "if a call cannot be split")
     assert error.exception_type.endswith("UnsupportedError")
     assert error.node_type == ("ApplyContextParallel" if place == "model_nodes" else "KSampler")
     expected = off_server.sample_once(flux_prompt(**nodes))
@@ -122,7 +122,7 @@ def test_classes_that_a_pack_changed(server):
         "Disable that pack",
     )
     try:
-        server.fails(wan_prompt(cp={"world_size": 2}, **changed), *words, "on_unsupported")
+        server.fails(wan_prompt(cp={"world_size": 2}, **changed), *words, "if a call cannot be split")
         server.fails(wan_prompt(cp={"world_size": 2}), *words)
         expected = server.sample(wan_prompt())
         assert differ(expected, before)
@@ -210,7 +210,7 @@ def test_unread_options_are_ignored(kind, place, server):
 def test_unsendable_options_are_refused_when_read(kind, place, server):
     """A rank finds out. It goes on with the next prompt; and one device computes with them."""
     nodes = {place: [("TestOptions", {"kind": kind, "read": True})]}
-    words = ("transformer_options['rope_options']", "which cannot be sent", "on_unsupported")
+    words = ("transformer_options['rope_options']", "which cannot be sent", "if a call cannot be split")
     server.fails(flux_prompt(cp={"world_size": 2}, **nodes), *words)
     pids = server.worker_pids()
     assert_close(server.sample(flux_prompt(cp={"world_size": 2})), server.sample_once(flux_prompt()))
@@ -223,5 +223,9 @@ def test_unsendable_options_are_refused_when_read(kind, place, server):
 def test_unsendable_conditions_are_refused(server):
     """An argument of the forward, which reads it or not: it is refused before the ranks see the call."""
     nodes = {"model_nodes": [("TestPatch", {"kind": "object_argument"})]}
-    server.fails(flux_prompt(cp={"world_size": 2}, **nodes), "['own'] is a builtins.object, which cannot be sent", "on_unsupported")
+    server.fails(
+        flux_prompt(cp={"world_size": 2}, **nodes),
+        "['own'] is a builtins.object, which cannot be sent",
+        "if a call cannot be split",
+    )
     assert_close(server.sample(flux_prompt(cp=SINGLE, **nodes)), server.sample_once(flux_prompt(**nodes)))

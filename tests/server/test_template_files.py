@@ -86,4 +86,4 @@ def test_autoregressive_sampling_is_refused(served, server, family_checkpoints):
     case = GraphCase(served, nodes, {"latent_image": ["model_0", 1]}, settings, change=sampler)
     assert server.sample(completed(case.build(), server), timeout=300).std() > 1e-2
     parallel = completed(case.build(cp={"world_size": 2, "batch_degree": 1}), server)
-    server.fails(parallel, "autoregressive", "on_unsupported", timeout=120)
+    server.fails(parallel, "autoregressive", "if a call cannot be split", timeout=120)

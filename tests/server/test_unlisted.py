@@ -133,7 +133,7 @@ REFUSED = {
 def test_refused_by_name(kind, served, server, family_checkpoints):
     """In the first call that shows it, and the ranks go on. On one device it is what ComfyUI makes of it."""
     graph, cp = partial(GRAPHS[served], steps=4), {"world_size": 2}
-    server.fails(graph(cp=cp, model_nodes=nodes(kind)), REFUSED[kind], "on_unsupported")
+    server.fails(graph(cp=cp, model_nodes=nodes(kind)), REFUSED[kind], "if a call cannot be split")
     pids = server.worker_pids()
     expected = server.sample(graph(model_nodes=nodes(kind)))
     assert_close(server.sample(graph(cp={**cp, "on_unsupported": "single device"}, model_nodes=nodes(kind))), expected)

@@ -88,7 +88,7 @@ REFUSED = {
 @pytest.mark.parametrize("kind", REFUSED)
 def test_refused_by_name(kind, server):
     graph, cp = GRAPHS["wan"], {"world_size": 2, "batch_degree": 1}
-    server.fails(graph(cp=cp, model_nodes=nodes(kind)), REFUSED[kind], "on_unsupported", timeout=120)
+    server.fails(graph(cp=cp, model_nodes=nodes(kind)), REFUSED[kind], "if a call cannot be split", timeout=120)
     expected = server.sample(graph(model_nodes=nodes(kind)))
     assert_close(server.sample(graph(cp={**cp, "on_unsupported": "single device"}, model_nodes=nodes(kind)), timeout=120), expected)
     server.sample(graph(cp=cp))
@@ -103,4 +103,8 @@ def test_a_block_with_patches_of_its_own(server):
 
 def test_stages_have_no_call_with_all_tokens(server):
     cp = {"world_size": 2, "weights": "staged"}
-    server.fails(GRAPHS["wan"](cp=cp, model_nodes=nodes("mean")), "needs all tokens at once", "Set weights of CP Config to auto")
+    server.fails(
+        GRAPHS["wan"](cp=cp, model_nodes=nodes("mean")),
+        "needs all tokens at once",
+        "Set “where the model is kept” of CP Config to auto",
+    )

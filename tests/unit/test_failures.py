@@ -66,7 +66,7 @@ def advice(inventory=CUDA, **inputs):
 
 def test_ranks_that_were_to_meet_over_nccl_get_its_remedies(monkeypatch):
     assert "NCCL_P2P_DISABLE=1" in advice()
-    assert "backend of CP Config to auto" in advice()
+    assert "“communication library” of CP Config to auto" in advice()
     monkeypatch.setattr("cp_runtime.pool.peers.SHM_PER_RANK", 1 << 50)  # more than any machine has
     assert re.search(r"/dev/shm has \d+ MB free, .* --shm-size=1g or --ipc=host", advice())
 
@@ -74,7 +74,7 @@ def test_ranks_that_were_to_meet_over_nccl_get_its_remedies(monkeypatch):
 def test_others_do_not():
     assert advice(backend="gloo") == advice(backend="auto") == ""
     assert advice(DeviceInventory(type="xpu", count=2), backend="xccl") == (
-        "Set backend of CP Config to auto, with which the ranks go on over gloo."
+        "Set “communication library” of CP Config to auto, with which the ranks go on over gloo."
     )
 
 

@@ -1,13 +1,17 @@
 """Environment variables of the pool: a bad one is named where a pool is to be started, and stops no import."""
 
+import re
+from pathlib import Path
+
 import pytest
 from support.pools import make_pool
 
-from cp_runtime.errors import ConfigError
+from cp_runtime.errors import ON_ONE_DEVICE, ConfigError
 from cp_runtime.pool.config import DeviceInventory, RuntimeConfig, timeout_of
 from cp_runtime.pool.settings import SETTINGS as CP_CONFIG
-from cp_runtime.pool.settings import with_labels
+from cp_runtime.pool.settings import label_of, with_labels
 
+CODE = Path(__file__).resolve().parents[2] / "cp_runtime"
 SETTINGS = {"CP_STARTUP_TIMEOUT": 300.0, "CP_LOAD_TIMEOUT": 1800.0, "CP_CONNECT_TIMEOUT": 80.0}  # of 4 ranks
 IMPORT = """
 from support.package import load_package
@@ -55,3 +59,10 @@ def test_errors_of_the_node_begin_with_the_labels_that_it_shows():
     ring, ulysses = (f"{CP_CONFIG[name].label} ({name})" for name in ("ring_degree", "ulysses_degree"))
     assert with_labels("ring_degree x ulysses_degree: Change a degree.") == f"{ring} x {ulysses}: Change a degree."
     assert with_labels("no name: at all") == "no name: at all"
+
+
+def test_refusals_name_settings_as_nodes_show_them():
+    """By labels, and not by the names of the code."""
+    assert f"set {label_of('on_unsupported')} to '{CP_CONFIG['on_unsupported'].options[1]}'" == ON_ONE_DEVICE
+    texts = "\n".join(path.read_text() for path in CODE.rglob("*.py"))
+    assert [name for name in CP_CONFIG if re.search(rf"\b{name} of CP Config", texts)] == []

@@ -21,7 +21,7 @@ CASES = {
     "equal mirrors": ({}, None),
     "digest": ({"digest": "e"}, r"rank 1 \(pid 11\) got other weight patches of flux.safetensors"),
     # One would compute its tokens in fp8, the other in half precision.
-    "devices": ({"formats": ()}, r"flux.safetensors .* rank 0 in fp8; rank 1 in none\..*devices of CP Config"),
+    "devices": ({"formats": ()}, r"flux.safetensors .* rank 0 in fp8; rank 1 in none\..*“which GPUs” of CP Config"),
 }
 
 

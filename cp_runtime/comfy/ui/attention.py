@@ -17,6 +17,7 @@ from torch import nn
 from ...errors import UnsupportedError
 from ...families import PLANS, class_name
 from ...pool.config import RuntimeConfig
+from ...pool.settings import label_of
 from ..shared.attention import (
     FLASH_OF_PACK,
     ON_CUDA,
@@ -93,7 +94,7 @@ def _check_all_tokens(chosen: ChosenAttention, what: str, config: RuntimeConfig,
     asked = f"{what} chose {'sparse attention' if chosen.sparse else ', '.join(chosen.layers)}, which"
     if config.sequence.ring_degree > 1:
         raise UnsupportedError(
-            f"{asked} needs all tokens of a head, and ring_degree of CP Config is {config.sequence.ring_degree}. Set it to 0 or 1."
+            f"{asked} needs all tokens of a head, and {label_of('ring_degree')} is {config.sequence.ring_degree}. Set it to 0 or 1."
         )
     if config.pipeline is not None and config.pipeline.patches > 1:
         raise UnsupportedError(f"{asked} needs all tokens at once. Set patches of CP PipeFusion to 1.")

@@ -17,7 +17,7 @@ from comfy.lora import calculate_weight
 from torch import nn
 
 from ...controller.calls import Code as PatchCode
-from ...errors import UnsupportedError
+from ...errors import ON_ONE_DEVICE, UnsupportedError
 from ...pool.messages import Described, Loaded
 from ..shared.fingerprint import Code, code_of, differing, digest_of, found
 from ..shared.modules import full_name
@@ -28,8 +28,8 @@ from .packs import in_order, is_comfy, pack_of, packs_naming, packs_of
 from .weight_patches import code_of_weight_patches
 
 OF_MODEL = (
-    "Remove that node, then have the model loaded again: Edit, Unload Models and Execution Cache, or restart ComfyUI. Or set "
-    "on_unsupported of CP Config to 'single device'."
+    "Remove that node, then have the model loaded again: Edit, Unload Models and Execution Cache, or restart ComfyUI. Or "
+    f"{ON_ONE_DEVICE}."
 )
 """What a node changes in a model stays there without the node."""
 _codes: WeakKeyDictionary[nn.Module, dict[tuple[frozenset[type], tuple[str, ...]], Code]] = WeakKeyDictionary()
@@ -152,7 +152,7 @@ def _replaced(ours: Code, theirs: Mapping[str, str], failed: Mapping[str, str]) 
     else:
         by, why = f"the node pack {pack}", "it does not do so when the workers import it"
         remedy = "Disable that pack, have the model loaded again without the node that does so, or restart ComfyUI if files changed"
-    return UnsupportedError(f"{by} replaced {shown}, and {why}. {remedy}, or set on_unsupported of CP Config to 'single device'.")
+    return UnsupportedError(f"{by} replaced {shown}, and {why}. {remedy}, or {ON_ONE_DEVICE}.")
 
 
 def check_network(network: nn.Module) -> None:

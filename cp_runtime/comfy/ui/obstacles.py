@@ -17,9 +17,10 @@ from comfy_api.torch_helpers.torch_compile import COMPILE_KEY, TORCH_COMPILE_KWA
 from torch import Tensor, nn
 
 from ...engine.compiled import CompileSettings
-from ...errors import MirrorError, PlanError, UnsupportedError
+from ...errors import ON_ONE_DEVICE, MirrorError, PlanError, UnsupportedError
 from ...families import PLANS, class_name, most_stages, plan_for, splits_tokens
 from ...pool.config import RuntimeConfig
+from ...pool.settings import label_of
 from ..shared.fingerprint import NOTHING, classes_of
 from ..shared.patches import applied_patches
 from ..shared.weights import PREFIX
@@ -35,7 +36,7 @@ from .runtime import multiplies_nvfp4
 from .watching import controls_of
 from .weight_patches import written_patches
 
-_REMEDY = "Remove that node, or set on_unsupported of CP Config to 'single device'."
+_REMEDY = f"Remove that node, or {ON_ONE_DEVICE}."
 _READING_WEIGHTS = (comfy.controlnet.ControlLora, comfy.controlnet.QwenFunControlNet)
 
 
@@ -51,7 +52,7 @@ def check_model(patcher: Any, config: RuntimeConfig) -> None:
         written_patches(applied_patches(patcher))
     except PlanError as error:
         packs = ", ".join(map(os.path.basename, ModelFingerprint(patcher, classes_of(model)).packs))
-        by = f" A node pack replaced code of the model ({packs}). {_REMEDY}" if packs else ""
+        by = f" A node pack replaced code of the model ({packs}). {OF_MODEL}" if packs else ""
         raise UnsupportedError(f"{error}{by}") from error
     except MirrorError as error:
         raise UnsupportedError(f"{str(error).rstrip('.')}. {OF_MODEL}") from error
@@ -89,7 +90,7 @@ def check_experts(model: nn.Module, devices: Iterable[str]) -> None:
         if name.rpartition(".")[2] == "experts" and any(getattr(w, "layout_cls", None) is nvfp4 for w in module.parameters()):
             raise UnsupportedError(
                 f"{name} are experts in NVFP4, whose tokens every rank would round with a scale of its own. Load a file in "
-                "another format, or set on_unsupported of CP Config to 'single device'."
+                f"another format, or {ON_ONE_DEVICE}."
             )
 
 
@@ -98,15 +99,15 @@ def check_stages(patcher: Any, config: RuntimeConfig) -> None:
     plan, pipeline = PLANS[class_name(patcher.model.diffusion_model)], config.pipeline
     if config.in_stages and plan.unstaged:
         raise UnsupportedError(
-            f"{plan.family} cannot be divided into stages: {plan.unstaged}. Set weights of CP Config to auto, and remove "
+            f"{plan.family} cannot be divided into stages: {plan.unstaged}. Set {label_of('weights')} to auto, and remove "
             "CP PipeFusion."
         )
     stages, most = config.staged.stages, most_stages(patcher.model.diffusion_model)
     if config.in_stages and stages > most:
-        setting = "world_size of CP Config" if pipeline is None else "stages of CP PipeFusion"
+        setting = label_of("world_size") if pipeline is None else "stages of CP PipeFusion"
         raise UnsupportedError(
             f"{plan.family} cannot be divided into {stages} stages: this model has {most} blocks. Set {setting} to at most {most}, "
-            "or weights of CP Config to auto without CP PipeFusion."
+            f"or {label_of('weights')} to auto without CP PipeFusion."
         )
     if pipeline is not None and pipeline.patches > 1 and not plan.shares_sequence:
         raise UnsupportedError(f"{plan.family} has no tokens that could be divided into patches. Set patches to 1.")
@@ -169,7 +170,7 @@ def computes_here(path: str, model: str) -> UnsupportedError:
 
 def unsent(what: str) -> UnsupportedError:
     """Build the refusal of a call with a value that ranks need and cannot get."""
-    remedy = "Remove the node that put it there, or set on_unsupported of CP Config to 'single device'."
+    remedy = f"Remove the node that put it there, or {ON_ONE_DEVICE}."
     return UnsupportedError(f"{what.rstrip('.')}. {remedy}")
 
 

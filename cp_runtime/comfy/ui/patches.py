@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ...errors import MirrorError, UnsupportedError
 from ...families import splits_tokens
+from ...pool.settings import label_of
 from ..shared.assigned import names_in
 from ..shared.fingerprint import NOTHING, content_of, digest
 from ..shared.forward import OWN, PATCHES
@@ -140,7 +141,7 @@ class PatchSet:
         used: list[Patch | ObjectPatch] = [*kinds, *(known for _, known in checked)]
         if unlisted and in_stages and splits_tokens(model):
             raise UnsupportedError(
-                f"{made_by(unlisted[0])} needs all tokens at once, which no stage has. Set weights of CP Config "
+                f"{made_by(unlisted[0])} needs all tokens at once, which no stage has. Set {label_of('weights')} "
                 "to auto, and leave CP PipeFusion out."
             )
         code = {**written.all_code, **of_networks}

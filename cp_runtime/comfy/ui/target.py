@@ -17,6 +17,7 @@ from ...families import most_stages
 from ...pool.blocks import SharedBlock
 from ...pool.messages import Block, Copy, Describe, Described, Load, Loaded, Region
 from ...pool.protocol import TensorPacker
+from ...pool.settings import label_of
 from ..shared.values import Value, packed
 from ..shared.weights import model_dtype, network_of, weight_patches_digest
 from .notes import Asking, notes_of
@@ -116,8 +117,8 @@ class Target:
             able = "; ".join(f"rank {rank} in {', '.join(reply.formats) or 'none'}" for rank, reply in enumerate(loaded))
             raise MirrorError(
                 f"{self.name} is multiplied in its quantised format by some of the devices, and cast by others: {able}. Parts of "
-                "the result would differ. Leave out the devices that differ (devices of CP Config), or load a file or weight_dtype "
-                "that is not quantised."
+                f"the result would differ. Leave out the devices that differ ({label_of('devices')}), or load a file or "
+                "weight_dtype that is not quantised."
             )
 
         def describe(packs: Collection[str]) -> Sequence[Described]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ...controller.calls import Keeper
-from ...errors import MirrorError, UnsupportedError
+from ...errors import ON_ONE_DEVICE, MirrorError, UnsupportedError
 from ...families import splits_tokens
 from ...pool.messages import CallOutcome
 from ..shared.assigned import names_in
@@ -19,7 +19,7 @@ from ..shared.reached import functions_of_packs
 from .noted import NotedHere
 from .pack_nodes import made_by
 
-REMEDY = "Remove that node, or set on_unsupported of CP Config to 'single device'."
+REMEDY = f"Remove that node, or {ON_ONE_DEVICE}."
 COMPARED_AT_FIRST = 2  # calls of a run: none before has been wrong
 REMEDY_LATE = "Remove that node or Apply Context Parallel."
 ONLY_HERE = frozenset({"uuids", "wrappers", "callbacks"})  # of transformer_options, see `options.UI_ONLY`

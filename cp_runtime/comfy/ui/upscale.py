@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...controller.calls import ModelCall
-from ...errors import MirrorError, RankOutOfMemory, UnsupportedError, bad_value
+from ...errors import ON_ONE_DEVICE, MirrorError, RankOutOfMemory, UnsupportedError, bad_value
 from ...pool.config import RuntimeConfig
 from ..shared.modules import full_name
 from ..shared.objects import Settings, write
@@ -28,7 +28,7 @@ log = logging.getLogger("context_parallel")
 
 TILE = 512  # of ComfyUI's node, at first
 BYTES = 384.0 * 4  # that ComfyUI expects a call to take for each number of its tile, and each time that it is enlarged
-_REMEDY = "Use Upscale Image (using Model), or set on_unsupported of CP Config to 'single device'."
+_REMEDY = f"Use Upscale Image (using Model), or {ON_ONE_DEVICE}."
 Stock = Callable[[Any, Tensor], Tensor]
 """ComfyUI's node: a model, pictures -> larger pictures."""
 

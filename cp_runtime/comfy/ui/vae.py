@@ -18,7 +18,7 @@ from comfy.cli_args import args
 from torch import Tensor
 
 from ...controller.calls import ModelCall
-from ...errors import PlanError, UnsupportedError, bad_value
+from ...errors import ON_ONE_DEVICE, PlanError, UnsupportedError, bad_value
 from ...pool.config import RuntimeConfig
 from ...vaes import draws_noise, row_plan_for
 from ..shared.pictures import EXACT, TILES
@@ -30,7 +30,7 @@ log = logging.getLogger("context_parallel")
 
 AUTO = "auto"
 MODES = (AUTO, EXACT, TILES)
-_REMEDY = "Use VAE Decode or VAE Encode, or set on_unsupported of CP Config to 'single device'."
+_REMEDY = f"Use VAE Decode or VAE Encode, or {ON_ONE_DEVICE}."
 
 
 def run_vae(
