@@ -16,7 +16,8 @@ const UPSCALE = "ImageUpscaleWithModel";
 const OURS = { VAEDecode: "CPVAEDecode", VAEEncode: "CPVAEEncode", [UPSCALE]: "CPUpscaleImage" }; // what takes the place of a node
 const STOCK = Object.fromEntries(Object.entries(OURS).map((pair) => pair.reverse()));
 const SAMPLED = ["LATENT", "GUIDER", "IMAGE", "VIDEO", "AUDIO"]; // what a node gives that samples; one for MODEL to MODEL or SIGMAS does not
-const BYPASSED = 4; // mode of a node
+const BYPASSED = 4; // modes of a node
+const MUTED = 2;
 const INPUT = -10; // what ComfyUI calls the origin of a link that comes from outside of a subgraph
 const OUTPUT = -20;
 const GAP = 30; // pixels between nodes
@@ -233,7 +234,7 @@ function swap(types, chosen) {
 
 function useAll(chosen) {
   for (const graph of chosen ? [] : graphs()) {
-    for (const node of graph.nodes) if (node.type === APPLY && node.mode === BYPASSED) node.mode = 0;
+    for (const node of graph.nodes) if (node.type === APPLY && [BYPASSED, MUTED].includes(node.mode)) node.mode = 0;
   }
   for (const [graph, links] of missing(chosen)) {
     const origins = new Set(links.map(originOf));

@@ -207,9 +207,10 @@ def test_one_that_is_there_stays_with_its_settings(page):
     assert not added(run(page))
 
 
-def test_a_bypassed_one_is_used_again(page):
+@pytest.mark.parametrize("mode", [4, 2], ids=["bypassed", "muted"])
+def test_one_that_is_off_is_used_again(page, mode):
     built(page, flux_prompt(cp={}))
-    page.evaluate("kind => { app.graph.nodes.find(node => node.type === kind).mode = 4; }", APPLY)
+    page.evaluate("([kind, mode]) => { app.graph.nodes.find(node => node.type === kind).mode = mode; }", [APPLY, mode])
     during = run(page)
     assert [node["mode"] for node in during["nodes"] if node["type"] == APPLY] == [0]
 
