@@ -126,7 +126,7 @@ class Status:
         if mine and (doing := self._doing(words)):
             return fitting([doing])
         if result is not None and result.last is None and result.per_call and mine:  # on one device
-            return fitting([words.speed({**result.parts, "cases": [result.case]}), _per_call(words, result.per_call)])
+            return fitting([words.speed(dict(result.parts, cases=[result.case])), _per_call(words, result.per_call)])
         records = [self.last if mine else None, result and self.world_size and result.last]
         return next((fitting(self._facts(words, record, brief=True)) for record in records if record and record.node == node), "")
 
@@ -139,7 +139,7 @@ class Status:
         if result is None or record is not result.last:  # of pictures
             return [ranks, _per_call(words, record.seconds)]
         cases = [result.case] if brief else result.parts["cases"]
-        speed = [] if brief and result.times is None else [words.speed({**result.parts, "cases": cases})]
+        speed = [] if brief and result.times is None else [words.speed(dict(result.parts, cases=cases))]
         return [*speed, _per_call(words, result.per_call or record.seconds), ranks]
 
     def _ranks(self, words: Words, some: list[int]) -> str:
