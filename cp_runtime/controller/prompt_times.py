@@ -39,21 +39,31 @@ class PromptTimes:
 
     def __post_init__(self) -> None:
         self._part, self._since, self._moved, self._is_shared, self._inside = OTHER, self.began, 0.0, False, False
+        self._is_open = False  # a node has begun
 
     def enter(self, part: str) -> None:
         """Begin a node, which belongs to a part."""
         self.leave()
-        self._part = part
+        self._part, self._is_open = part, True
         self.nodes += 1
 
     def leave(self) -> None:
         """End the node. The time until the next one belongs to no node."""
         now = time.monotonic()
-        own = max(0.0, now - self._since - self._moved)
+        self._close(now - self._since)
+        self._since = now
+
+    def end(self, seconds: float) -> None:
+        """End the prompt so many seconds after it began: a node that failed or was interrupted ended with it."""
+        if self._is_open:
+            self._close(seconds - (self._since - self.began))
+
+    def _close(self, seconds: float) -> None:
+        own = max(0.0, seconds - self._moved)
         self.seconds[self._part] += own
         if self._is_shared:
             self.shared[self._part] += own
-        self._part, self._since, self._moved, self._is_shared = OTHER, now, 0.0, False
+        self._part, self._moved, self._is_shared, self._is_open = OTHER, 0.0, False, False
 
     def take(self, part: str, seconds: float) -> None:
         """Count some of the node's seconds for another part."""
@@ -110,6 +120,12 @@ class PromptTimes:
 def rounded(seconds: float) -> str:
     """Return seconds as text, with at most two digits below ten."""
     return f"{seconds:.0f}" if seconds >= 10 else f"{seconds:.2g}"
+
+
+def seconds_of(messages: Sequence[tuple[str, Any]]) -> float:
+    """Return the seconds of an ended prompt, by the messages in ComfyUI's history of it."""
+    times = [data["timestamp"] for _, data in messages if "timestamp" in data]
+    return (max(times) - min(times)) / 1e3 if times else 0.0
 
 
 def cached_nodes(messages: Sequence[tuple[str, Any]]) -> int:

@@ -383,5 +383,5 @@ def test_where_the_time_of_a_prompt_went(pool_server):
     assert shared["words"].startswith("Denoising took ")
     pool_server.run(graph(cp=CP)).check()
     cached = pool_server.status()["last_prompt"]
-    assert cached["words"].startswith("Nothing ran: ")
+    assert cached["words"].startswith("Nothing ran. ")
     assert parts_of(cached).keys() <= {"other"}

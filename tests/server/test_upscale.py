@@ -28,7 +28,7 @@ class TestUpscale:
         assert (server.sample(upscale_prompt("compact", world, width=1300, height=1027, shares="3,1")) == stock).all()
 
     @pytest.mark.bits("the stock path")
-    @pytest.mark.parametrize("size", [SMALL, {"width": 1, "height": 1}, SMALL | {"frames": 0}])
+    @pytest.mark.parametrize("size", [SMALL, {"width": 1, "height": 1}, SMALL | {"frames": 0}, WIDE | {"frames": 0}])
     def test_a_single_tile_and_none_are_of_one_device(self, server, size):
         before = server.status()["last_upscale_call"]
         stock = server.sample(upscale_prompt("compact", **size))

@@ -14,15 +14,19 @@ from support.graphs import flux_prompt, renamed, wan_prompt
 from support.latents import assert_close
 
 CP = {"world_size": 2, "ulysses_degree": 2, "ring_degree": 1, "batch_degree": 1}
-LORA = {"loras": ["flux_lora"]}
+LORA, DEEP_LORA = {"loras": ["flux_lora"]}, {"loras": ["flux_deep_lora"]}
 # Of 27 MB of weights in 25 blocks, with two of the largest at a time, every rank keeps 19 MB, or 6 with its part on the host.
 DEEP, SHARED_FITS, NEITHER_FITS = {"ckpt": "flux_deep"}, 0.036, 0.024  # GB, with 16 MB for a call
 
 
 @pytest.fixture(scope="module")
 def whole(pool_server):
-    graphs = {"plain": {}, "deep": DEEP, "lora": LORA, "deep lora": {**DEEP, **LORA}}
-    return {name: pool_server.sample(flux_prompt(cp={**CP, "weights": "whole"}, **graph)) for name, graph in graphs.items()}
+    graphs = {"plain": {}, "deep": DEEP, "lora": LORA, "deep lora": {**DEEP, **DEEP_LORA}}
+    found = {name: pool_server.sample(flux_prompt(cp={**CP, "weights": "whole"}, **graph)) for name, graph in graphs.items()}
+    for name in ("", "deep "):
+        without = found[name.strip() or "plain"]
+        assert (found[f"{name}lora"] - without).abs().max() > 0.1 * without.std()
+    return found
 
 
 def same(out, expected):
@@ -88,7 +92,7 @@ def test_as_many_blocks_as_fit_are_whole(pool_server, whole):
     shared, sent = [], []
     for memory in (0.041, 0.039, 0.037):
         cp = {**CP, "weights": "auto", "memory_per_rank": memory}
-        for expected, settings in (("deep", {}), ("deep lora", LORA)):
+        for expected, settings in (("deep", {}), ("deep lora", DEEP_LORA)):
             result = pool_server.run(flux_prompt(cp=cp, node="CPSampler", **DEEP, **settings)).check()
             same(pool_server.latent(result), whole[expected])
             weights = result.report["weights"]

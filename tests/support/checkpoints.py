@@ -106,6 +106,7 @@ LORAS: dict[str, Lora] = {
     "flux_lora": Lora(base="flux", seed=10),
     "flux_lora_kohya": Lora(base="flux", seed=11, rank=8, kohya=True),
     "wan_t2v_lora": Lora(base="wan_t2v", seed=12),
+    "flux_deep_lora": Lora(base="flux_deep", seed=13),
 }
 
 

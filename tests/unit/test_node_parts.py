@@ -15,6 +15,11 @@ def raises(cls):
     raise RuntimeError("no folder")
 
 
+class Unhashable(type):
+    def __eq__(cls, other):
+        return False
+
+
 MODEL, CLIP, FILES, SEED = ("MODEL",), ("CLIP",), (["a.safetensors"],), ("INT", {"default": 0})
 CLASSES = {
     "checkpoint": (node(("MODEL", "CLIP", "VAE"), required={"name": FILES}), LOADING),
@@ -31,6 +36,7 @@ CLASSES = {
     "nothing given": (node(None), OTHER),
     "odd inputs": (node(("LATENT",), required={"model": {}}), OTHER),
     "inputs that fail": (type("Node", (), {"RETURN_TYPES": ("LATENT",), "INPUT_TYPES": classmethod(raises)}), OTHER),
+    "a class that is not hashable": (Unhashable("Node", (), {"RETURN_TYPES": ("LATENT",)}), OTHER),
     "no class": (None, OTHER),
 }
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from cp_runtime.controller import prompt_times
-from cp_runtime.controller.prompt_times import DENOISING, LOADING, OTHER, VAE, PromptTimes, SampledRun, cached_nodes
+from cp_runtime.controller.prompt_times import DENOISING, LOADING, OTHER, VAE, PromptTimes, SampledRun, cached_nodes, seconds_of
 from cp_runtime.words import words_in
 
 
@@ -34,6 +34,16 @@ def test_every_second_belongs_to_one_part(times):
     assert [part["part"] for part in described["parts"]] == [LOADING, DENOISING, VAE, OTHER]
 
 
+def test_a_node_that_fails_ends_with_its_prompt(times):
+    times.enter(DENOISING)
+    times.take(LOADING, 1.0)
+    messages = [("execution_start", {"timestamp": 5_000}), ("execution_error", {"timestamp": 12_000}), ("other", {})]
+    for _ in range(2):  # whoever asks
+        times.end(seconds_of(messages))
+    assert dict(times.seconds) == {OTHER: 1.0, LOADING: 1.0, DENOISING: 7.0 - 1.0 - 1.0}
+    assert seconds_of([]) == 0.0
+
+
 def sentence(runs, cached=0, nodes=1, denoising=40.0):
     times = PromptTimes("prompt", nodes=nodes, runs=runs)
     times.seconds.update({DENOISING: denoising, OTHER: 12.0} if nodes else {OTHER: 0.001})
@@ -56,7 +66,7 @@ ALONE, TOGETHER, UNKNOWN = (SampledRun(20, 1.0, "gpu", other) for other in ((1, 
         # As fast or slower: nothing that several devices would gain.
         ([SampledRun(20, 1.0, "gpu", (4, 1.0))], 0, "Denoising took 40 of 52 s."),
         ([SampledRun(20, 1.0, "gpu", (1, 0.9))], 0, "Denoising took 40 of 52 s."),
-        ([], 3, "Denoising took 40 of 52 s. 3 nodes were cached."),
+        ([], 3, "Denoising took 40 of 52 s. Nodes from the cache: 3."),
     ],
 )
 def test_the_sentence_says_what_was_measured(runs, cached, said):
@@ -64,7 +74,7 @@ def test_the_sentence_says_what_was_measured(runs, cached, said):
 
 
 def test_a_cached_prompt_says_so():
-    assert sentence([], cached=7, nodes=0) == "Nothing ran: 7 nodes were cached."
+    assert sentence([], cached=7, nodes=0) == "Nothing ran. Nodes from the cache: 7."
     history = [("execution_start", {}), ("execution_cached", {"nodes": ["1", "2"]}), ("execution_success", {})]
     assert cached_nodes(history) == 2
     assert cached_nodes([]) == 0

@@ -13,13 +13,17 @@ MODELS = {"MODEL", "CLIP", "VAE", "CLIP_VISION", "CONTROL_NET", "STYLE_MODEL", "
 PICTURES = {"IMAGE", "LATENT", "AUDIO", "VIDEO"}
 
 
-@cache
 def part_of(cls: Any) -> str:
     """Return the part of a prompt that a class of nodes belongs to, by the types of its slots."""
     try:
-        taken, given = input_types(cls), set(map(str, cls.RETURN_TYPES or ()))
-    except Exception:  # noqa: BLE001  (a pack's class may be anything, and its node runs nevertheless)
+        return _part_of(cls)
+    except Exception:  # noqa: BLE001  (a pack's class may be anything, even unhashable, and its node runs nevertheless)
         return OTHER
+
+
+@cache
+def _part_of(cls: Any) -> str:
+    taken, given = input_types(cls), set(map(str, cls.RETURN_TYPES or ()))
     if taken & {"MODEL", "GUIDER"} and given & PICTURES:
         return DENOISING
     if "VAE" in taken and given & PICTURES:

@@ -26,7 +26,7 @@ from ...errors import UnsupportedError, bad_value
 from ...nested import map_tensors
 from ...pool.config import RuntimeConfig
 from ...pool.settings import WHOLE
-from ..shared.pictures import INPUT, TILES
+from ..shared.pictures import INPUT, TILES, memory_order
 from .names import kind_of
 from .notes import notes_of
 from .patcher import RUNS, ContextParallelPatcher, Run, executing_node, raise_or_warn
@@ -145,8 +145,7 @@ class Pictures:
             device: of the result.
         """
         first = given[0] if mode == TILES else given
-        # In memory order: with channels last, convolutions round differently.
-        order = sorted(range(first.ndim), key=lambda dim: -first.stride(dim))
+        order = memory_order(first)  # with channels last, convolutions round differently
         dtype, out_dtype = dtypes
         return ModelCall(
             method=method,

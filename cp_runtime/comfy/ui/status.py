@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ...controller.journal import Failure, Journal
-from ...controller.prompt_times import PromptTimes, cached_nodes
+from ...controller.prompt_times import PromptTimes, cached_nodes, seconds_of
 from ...controller.run_stats import CallRecord, Node, RunResult
 from ...controller.workers import Workers
 from ...pool.progress import SILENT
@@ -239,7 +239,11 @@ def _no_speed(server: Any, journal: Journal) -> str:
 
 def _last_prompt(server: Any, times: PromptTimes) -> dict[str, Any] | None:
     entry = server.prompt_queue.history.get(times.prompt_id)
-    return None if entry is None else times.described(cached_nodes((entry["status"] or {"messages": []})["messages"]))
+    if entry is None:
+        return None
+    messages = (entry["status"] or {"messages": []})["messages"]
+    times.end(seconds_of(messages))
+    return times.described(cached_nodes(messages))
 
 
 def _work(server: Any, pool: WorkerPool, node: Node | None) -> str:

@@ -49,13 +49,14 @@ def run_upscale(model: Any, image: Any, config: RuntimeConfig | None, stock: Sto
     if not isinstance(model, ImageModelDescriptor):  # ComfyUI accepts any JSON in place of a link
         raise bad_value("upscale_model", model, "an upscale model", "Connect Load Upscale Model.")
     if not isinstance(image, Tensor) or image.ndim != 4:
-        raise bad_value("image", image, "pictures", "Connect Load Image, VAE Decode or another node that gives IMAGE.")
+        got = list(image.shape) if isinstance(image, Tensor) else f"{len(image)} of them" if isinstance(image, list) else image
+        raise bad_value("image", got, "pictures, [B, H, W, C]", "Connect Load Image, VAE Decode or another node that gives IMAGE.")
     if image.shape[-1] != model.input_channels:
         allowed = f"pictures of {model.input_channels} channels, as the upscale model takes them"
         raise bad_value("image", f"{image.shape[-1]} channels", allowed, "Convert it, or load another upscale model.")
 
     def ranked(config: RuntimeConfig) -> Tensor:
-        if image.shape[0] < 2 and max(image.shape[1:3]) <= TILE:
+        if not image.numel() or (image.shape[0] < 2 and max(image.shape[1:3]) <= TILE):
             log.info("the upscale model runs on one device: there are no two tiles")
             return stock(model, image)
         return Upscaler(model, config).upscale(image, stock)
