@@ -32,7 +32,7 @@ LINK_SECONDS, SLOWING_LINK_SECONDS = 0.02, 1.0
 CLOCK_SECONDS = 0.3  # seconds of work that raise the clock of an idle accelerator, which may be a sixth of the one under load
 SIZES = {"cpu": (256, 1 << 18, 256), "accelerator": (4096, 1 << 22, 4096)}
 """Problem sizes: tokens of an attention, elements to send, side of a matrix."""
-VIDEO_BYTES = 64 << 20  # that a rank sends in one exchange of a video
+VIDEO = 8  # times as much as an exchange of a picture: 64 MiB between two accelerators
 HEAD_DIM = 128  # of nearly all of the large models: attention with 64 is slower
 SHARE_STEPS = 4  # shares are multiples of this fraction of the slowest rank's
 
@@ -177,9 +177,8 @@ def exchange_seconds(group: RankGroup, device: torch.device) -> float:
 
     Shared memory copies large messages in pieces, beside each other, and gains by that; a picture's are one piece.
     """
-    sizes = [SIZES["cpu" if device.type == "cpu" else "accelerator"][1], VIDEO_BYTES // 2 // max(1, group.size - 1)]
-    seconds = 0.0
-    for elements in sizes:
+    picture, seconds = SIZES["cpu" if device.type == "cpu" else "accelerator"][1], 0.0
+    for elements in (picture, VIDEO * picture // max(1, group.size - 1)):
         part = torch.zeros(elements, dtype=torch.bfloat16, device=device)
         seconds += min(_times(_sender(group, [True] * group.size, part), device, partial(_keep_busy, part)))
     return group.largest(torch.tensor([seconds], device=group.device)).item()
