@@ -141,19 +141,15 @@ class Controller:
                 log.warning("rank %d: %s; the model is loaded again", error.rank, error.message)
                 self._forget(target.key)
                 out, record = run(call)
-            self._note_in_prompt(record)
+            self.journal.prompt.take(LOADING, record.prelude)
+            if record.busy > 1:
+                self.journal.prompt.share()
             if call.sampling:
                 self.journal.run.add(record)
                 self._check_unlisted(config, target, call, out, record, cancelled)
                 extra = self._compare(config, target, call, out, record, cancelled)
                 self.journal.run.inside(time.monotonic() - began, extra)
             return out
-
-    def _note_in_prompt(self, record: CallRecord) -> None:
-        outcomes = [report.outcome for report in record.reports]
-        self.journal.prompt.take(LOADING, max(outcome.prelude for outcome in outcomes))
-        if sum(not outcome.idle for outcome in outcomes) > 1:
-            self.journal.prompt.share()
 
     def fetch(self, workers: Workers, number: int, device: torch.device) -> torch.Tensor:
         """Return a tensor that patches have noted on these workers. Raises PoolError: they are gone."""

@@ -56,12 +56,22 @@ class CallRecord:
         return self.reports[0].outcome.at_work
 
     @property
+    def busy(self) -> int:
+        """Ranks that computed a part of it."""
+        return sum(not report.outcome.idle for report in self.reports)
+
+    @property
+    def prelude(self) -> float:
+        """Seconds before the last rank began to compute: of loading, for the most part."""
+        return max(report.outcome.prelude for report in self.reports)
+
+    @property
     def described(self) -> dict[str, Any]:
         """The call for the status."""
         first = self.reports[0]
         return {
             "degrees": first.outcome.degrees,
-            "at_work": sum(not report.outcome.idle for report in self.reports),
+            "at_work": self.busy,
             "choice": words_in(ENGLISH).choice(self.choice),
             "seconds": self.seconds,
             "waiting_share": first.communication.seconds / first.seconds,  # of rank 0, for other ranks and for the link

@@ -171,8 +171,7 @@ class Workers:
         """Add a call's time to the table, with the sampler's time between two calls. The first call of a run may include warm-up:
         it counts while there is at most one other."""
         if run.begun > 1 or len(self._times.of(kind, who)) < 2:
-            waited = max(report.outcome.prelude for report in record.reports)
-            self._times.add(kind, who, record.seconds - waited + run.between)
+            self._times.add(kind, who, record.seconds - record.prelude + run.between)
 
     def measure(
         self, config: RuntimeConfig, target: ModelState, call: ModelCall, run: RunStats, cancelled: Callable[[], bool]

@@ -1,4 +1,4 @@
-"""Constants of calls of VAEs and upscale models that the UI process and the ranks share."""
+"""What calls of VAEs and upscale models have in common in the UI process and on the ranks."""
 
 from torch import Tensor
 
