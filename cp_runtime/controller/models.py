@@ -186,7 +186,8 @@ class Models:
             raise
         parts = held_parts(choice, held, target.demand.weights, unit_of(config.device_type), self._pool.world_size)
         asked, expected = asked_of(config), target.demand.besides
-        self.resident[target.key] = Resident(name, target.patches_uuid, choice, asked, expected, held, stages, parts)
+        casts = choice.placement == WHOLE and replies[0].casts
+        self.resident[target.key] = Resident(name, target.patches_uuid, choice, asked, expected, held, stages, parts, casts)
         log.info(
             "%s (%.0f MB, %d patched weights) is on %d ranks after %.1f s; %s",
             name, replies[0].bytes / 1e6, len(request.patches), self._pool.world_size,

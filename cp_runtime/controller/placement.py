@@ -93,6 +93,7 @@ class Resident:
     device_bytes: int  # of weights, on the device of one rank
     stages: int  # of its blocks, where it is staged
     parts: dict[str, str]  # parts of the words about its memory, see `held_parts`
+    casts: bool = False  # rank 0 casts weights that it multiplies natively by itself, as other ranks cannot
     aside: bool = False  # moved off this process's device until its next call
 
 

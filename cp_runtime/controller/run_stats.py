@@ -43,6 +43,7 @@ class CallRecord:
     sent: int = 0  # bytes of its arguments, to every rank
     most: int = 0  # ranks with the memory for the model, see `placement.Choice`
     fetched: bool = False  # the ranks send each other their weights, also for a call that one of them computes
+    casts: bool = False  # rank 0 cast weights that its device can multiply as they are, as other ranks cannot
     # Of the ranks that took part, from `Chooser.described`; None where there was none
     choice: dict[str, Any] | None = None
     on_all_tokens: tuple[str, ...] = ()  # nodes whose patches every rank ran on all tokens
@@ -207,6 +208,7 @@ class RunStats:
         now: kind of the current call; None between two calls, or without a key.
         kind: of all its calls; None where they differ, or without a key. Runs of one kind take the same time.
         one_rank: name of one of the ranks in the table of times, where they computed a call.
+        pinned: number of ranks for all its calls, as its first one has chosen; 0 = every call chooses.
         begun: number of calls, with the current one.
         skipped: calls that a step cache has answered, although others reached the ranks.
         count: calls on the ranks in the means. The first call, which may include loading or warm-up, counts only while it is alone.
@@ -217,7 +219,7 @@ class RunStats:
         self.kind: str | None = None
         self.now: str | None = None
         self.machine, self.one_rank = machine, ""
-        self.begun = self.count = self.skipped = 0
+        self.pinned = self.begun = self.count = self.skipped = 0
         self._reached = False  # the current call has reached the ranks
         self._key = key
         self._first = self._second = self._last = 0.0

@@ -148,13 +148,18 @@ class Workers:
         count, choice = ranks.most, None
         with _log_errors():
             if config.chooses_ranks and call.unlisted is None:  # such patches may note something for the next call
-                count = chooser.choose(kind, ranks, lambda n: n not in failed and self._fits(ranks.largest_part(n) * expected))
+                if run.pinned and run.pinned not in failed:
+                    count = run.pinned
+                else:
+                    count = chooser.choose(kind, ranks, lambda n: n not in failed and self._fits(ranks.largest_part(n) * expected))
         try:
             out, record = self._run(config, target.key, call, kind, count, cancelled)
         except RankOutOfMemory:
             if count < ranks.size:
                 self._shortages.note(config.devices, kind, count)
             raise
+        # One device in a format of its own rounds differently: a picture is of one of both.
+        run.pinned = count if self.models.resident[target.key].casts else 0
         with _log_errors():
             run.one_rank = chooser.who(ranks, 1)
             run.note(limit=sum(ranks.shares[:count]) / ranks.shares[0] if ranks.shares else 0.0)
@@ -226,6 +231,8 @@ class Workers:
     ) -> tuple[Any, CallRecord]:
         """Run a call of the model `key` on `ranks` ranks. Return its output and its record. `repeats`: it is the last one again."""
         began, dropped = time.monotonic(), () if repeats else tuple(self.dropped)
+        resident = self.models.resident[key]
+        natively = ranks == 1 and resident.casts and not call.compares  # a comparison is of the same rounding
         value, drop, packer = self.models.encoder.encode(call.arguments, {*call.leading, *call.in_place})
         request = Call(
             key=key,
@@ -242,15 +249,16 @@ class Workers:
             compile=call.compile,
             compile_or_raise=config.on_unsupported == "error",
             cancel_every=self.pace.modules_per_check(kind, ranks),
-            pipeline=config.staged if self.models.resident[key].choice.placement == STAGED else None,
+            pipeline=config.staged if resident.choice.placement == STAGED else None,
             is_repeated=(call.compares or call.may_be_retried) and not repeats,
             restores=call.restores and not repeats,
             repeats=repeats,
+            natively=natively,
             dropped=dropped,
             value=value,
             drop=drop,
         )
-        self.models.begin(self.models.resident[key].name)
+        self.models.begin(resident.name)
         replies = self.pool.request(request, packer, timeout=config.step_timeout, cancelled=cancelled)
         self.models.encoder.delivered()
         del self.dropped[: len(dropped)]
@@ -259,9 +267,15 @@ class Workers:
         seconds = time.monotonic() - began
         self.pace.note(kind, ranks, seconds, replies[0].modules)
         reports = [replace(reply, value=None) for reply in replies]
-        chosen = self.models.resident[key].choice
-        fetched, most = chosen.placement in (SHARDED, OFFLOADED), chosen.most
-        record = CallRecord(seconds=seconds, reports=reports, pids=self.pool.pids, fetched=fetched, most=most, sent=packer.nbytes)
+        record = CallRecord(
+            seconds=seconds,
+            reports=reports,
+            pids=self.pool.pids,
+            fetched=resident.choice.placement in (SHARDED, OFFLOADED),
+            most=resident.choice.most,
+            casts=resident.casts and not natively,
+            sent=packer.nbytes,
+        )
         return out, record
 
     def _warn_of_left(self, reports: Sequence[CallReport]) -> None:

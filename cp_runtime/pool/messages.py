@@ -131,6 +131,7 @@ class Loaded(Report):
 
     digest: str  # of the weight patches
     formats: tuple[str, ...]  # quantised ones that the device multiplies in
+    casts: bool  # it could multiply in others, too, and casts as other ranks do
     code: str  # hash of what it computes with: `comfy.shared.fingerprint`
     bytes: int  # of its weights
     seconds: float
@@ -393,6 +394,7 @@ class Call(Packed[CallReport]):
     is_repeated: bool = False  # the same may follow once more
     restores: bool = False  # this is the last one, which was given up, in another form
     repeats: bool = False  # this is that one
+    natively: bool = False  # in all formats that the device of the only rank multiplies in
     dropped: tuple[int, ...] = ()  # numbers of tensors, noted by patches, that nobody needs any more
 
 

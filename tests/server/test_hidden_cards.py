@@ -44,3 +44,13 @@ def test_both_cast_what_one_cannot_multiply(blind_server):
     alone = blind_server.sample_once(flux_prompt(ckpt="flux_nvfp4"))
     out = blind_server.sample(flux_prompt(ckpt="flux_nvfp4", cp=TWO))
     assert 1e-3 < distance(out.float(), exact.float()) < distance(alone.float(), exact.float())
+
+
+def test_a_card_that_computes_alone_multiplies_natively(blind_server):
+    """Whole runs, so that a picture is of one rounding: the first run is of both cards, the second one tries the first card."""
+    size = {"ckpt": "flux_nvfp4", "steps": 3, "width": 48, "node": "CPSampler"}
+    alone = blind_server.sample_once(flux_prompt(**size))
+    for ranks in (2, 1):
+        result = blind_server.run(flux_prompt(cp=TWO, **size)).check()
+        assert (result.report["at_work"], result.report["casts"]) == (ranks, ranks == 2)
+        assert (distance(blind_server.latent(result).float(), alone.float()) <= TOLERANCE) == (ranks == 1)

@@ -55,7 +55,7 @@ MESSAGES = [
     failure(at=12.5, collectives=3, pending=1, memory=messages.Memory(host=1, device=2, free=3), device_lost=True),
     messages.Ready(name="x", shares=(2, 1)),
     messages.Value(value=TREE, nbytes=64),
-    messages.Loaded(digest="d", formats=("c",), code="l", bytes=1, seconds=0.5),
+    messages.Loaded(digest="d", formats=("c",), casts=False, code="l", bytes=1, seconds=0.5),
     messages.Room(available=None),
     messages.Room(available=1 << 40, formats=("fp8",)),
     call_report(tokens={"img": 5}, compiled=messages.Compiled(kinds={"Block": 2}, left={"Other": "why"}, counts={"breaks": 0})),

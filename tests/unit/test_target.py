@@ -15,7 +15,7 @@ REQUEST = Load(key="k", name="flux.safetensors", network={}, blocks=(), patches=
 SAME = SimpleNamespace(compare=lambda *_: None)
 """A fingerprint that the ranks have, too: tests/ranks compares real ones."""
 PAYLOAD = torch.empty(0, dtype=torch.uint8)
-GOOD = Loaded(digest=weight_patches_digest(REQUEST, PAYLOAD), formats=("fp8",), code="c", bytes=1, seconds=1.0)
+GOOD = Loaded(digest=weight_patches_digest(REQUEST, PAYLOAD), formats=("fp8",), casts=False, code="c", bytes=1, seconds=1.0)
 # What rank 1 has other than rank 0, and what is said about it.
 CASES = {
     "equal mirrors": ({}, None),

@@ -28,13 +28,13 @@ class Ran(Workers):
 
     def __init__(self, times):
         super().__init__(CONFIG, WorkerSite(), lambda: None, Shortages(), times)
-        self._chooser, self.counts = Chooser(times, "", "", 4), []
-        self.models.resident = {"k": SimpleNamespace(choice=Choice("whole", ""))}
+        self._chooser, self.counts, self.seconds = Chooser(times, "", "", 4), [], 1.0
+        self.models.resident = {"k": SimpleNamespace(choice=Choice("whole", ""), casts=False)}
 
     def _run(self, config, key, call, kind, ranks, cancelled):
         self.counts.append(ranks)
         report = call_report(1.0, 0.1, at_work=ranks)
-        return "a result", CallRecord(seconds=1.0, reports=[report] * 4, pids=[1, 2, 3, 4])
+        return "a result", CallRecord(seconds=self.seconds, reports=[report] * 4, pids=[1, 2, 3, 4])
 
 
 @pytest.fixture
@@ -63,11 +63,20 @@ def test_the_first_call_of_a_run_counts_twice_at_most(workers):
 
 def test_ranks_without_the_memory_for_a_model_are_left_out(workers):
     """Whatever was measured, and in the first call as well."""
-    workers.models.resident = {"k": SimpleNamespace(choice=Choice("whole", "", 2))}
+    workers.models.resident = {"k": SimpleNamespace(choice=Choice("whole", "", 2), casts=False)}
     for _ in range(6):
         called(workers)
     assert set(workers.counts) <= {1, 2}
     assert 2 in workers.counts
+
+
+def test_a_device_that_multiplies_otherwise_alone_has_whole_runs(workers):
+    workers.models.resident["k"].casts, workers.seconds = True, 0.5  # short: tried on one
+    for _ in range(2):
+        run = RunStats("k")
+        for _ in range(3):
+            workers.call(CONFIG, TARGET, CALL, None, run, lambda: False)
+    assert workers.counts == [4, 4, 4, 1, 1, 1]
 
 
 @pytest.mark.parametrize("broken", ["choose", "note", "described", "who"])

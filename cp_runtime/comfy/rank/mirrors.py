@@ -54,7 +54,7 @@ from .noted import HELD
 from .objects import read_leaves, read_model
 from .packs import FAILED, import_packs
 from .patches import ATTACHED, PLACES
-from .quantised import own_formats, shared_scales
+from .quantised import multiplied_natively, own_formats, shared_scales
 from .texts import texts_that_fit
 
 log = logging.getLogger("context_parallel.worker")
@@ -109,15 +109,16 @@ class Mirrors:
                     request.shared,
                     on_host=placement == OFFLOADED,
                 )
-            formats = tuple(own_formats(patcher.model, facts, self.device, request.formats))
+            formats, cast = own_formats(patcher.model, facts, self.device, request.formats)
             nbytes = sum(part.nbytes for weight in patcher.model.parameters() for part in stored(weight))
             names = frozenset(patcher.model.state_dict())
-            mirror = Mirror(patcher, names, placement, nbytes, formats, classes, memory.files, request.shared)
+            mirror = Mirror(patcher, names, placement, nbytes, formats, classes, memory.files, cast, request.shared)
         self._patch(mirror, request, block)
         self.entries[key] = mirror
         return Loaded(
             digest=weight_patches_digest(request, block[: request.memory_nbytes]),
             formats=mirror.formats,
+            casts=bool(mirror.cast),
             code=digest_of(self._code(mirror, request.roots)),
             bytes=model_management.module_size(mirror.patcher.model),
             seconds=time.perf_counter() - began,
@@ -165,7 +166,8 @@ class Mirrors:
         # Not inference_mode, which does not count changes in place: see `CallState.once`.
         scales = shared_scales(part.mesh.whole) if mirror.formats else nullcontext()
         held = HELD.as_before() if request.repeats else nullcontext()
-        with torch.no_grad(), scales, held, texts_that_fit(given.arguments):
+        native = multiplied_natively(mirror.cast) if request.natively else nullcontext()
+        with torch.no_grad(), scales, native, held, texts_that_fit(given.arguments):
             try:
                 return self._run(mirror, request, part, given, planner, (on_module, on_run), prelude)
             except model_management.InterruptProcessingException as error:  # no Exception: it would end the rank

@@ -35,6 +35,7 @@ class Mirror:
         placement: of its weights, one of `pool.settings.PLACEMENTS`.
         nbytes: of its weights.
         formats: quantised formats with native multiplication on this device.
+        cast: layers that it could multiply natively, too, but casts as other ranks do.
         classes: of its modules.
         files: with weights of it, that this rank maps by itself.
         shared: blocks of which every rank has a part, see `Load`.
@@ -49,6 +50,7 @@ class Mirror:
     formats: tuple[str, ...]
     classes: frozenset[type]
     files: Sequence[MappedFile] = ()
+    cast: Sequence[nn.Module] = ()
     shared: int = 0
     reserved: float = 0.0
     compiled: CompiledBlocks | None = None

@@ -4,11 +4,13 @@ ComfyUI quantises the input of a linear layer too, where the hardware multiplies
 or per block of channels, so a rank's tokens do not depend on those of other ranks. NVFP4 has one scale for the whole input, the
 largest absolute value over (448 * 6); unless it is in the file, it is taken from the input, and so from all ranks. Ranks meet for
 that in every layer, so all of them must run it: `ui.obstacles` refuses experts.
+
+Where a device cannot multiply in a format, all cast. A faster one may win by itself, natively: its runs are as on it alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,26 +19,41 @@ import torch
 from torch import Tensor, nn
 
 from ...engine.ranks.collectives import RankGroup
-from ..shared.formats import cast_others, formats_of
+from ..shared.formats import cast_others, formats_of, set_cast
 from ..shared.values import Facts
 
 LARGEST = 448.0 * 6.0  # largest block scale (float8_e4m3) times largest value (float4_e2m1)
 
 
-def own_formats(model: nn.Module, facts: Facts, device: torch.device, kinds: Collection[str]) -> list[str]:
-    """Return the quantised formats of a model or VAE that this device multiplies natively; for others ComfyUI casts.
+def own_formats(
+    model: nn.Module, facts: Facts, device: torch.device, kinds: Collection[str]
+) -> tuple[tuple[str, ...], tuple[nn.Module, ...]]:
+    """Return the quantised formats of a model or VAE that this device multiplies natively, and the layers that it could multiply
+    so, too, but casts as other ranks do.
 
     Args:
-        kinds: those that the devices of all ranks multiply in: layers in others are cast here too.
+        kinds: formats that the devices of all ranks multiply in: layers in others are cast here too.
     """
     quantised = any(isinstance(weight, comfy.quant_ops.QuantizedTensor) for weight in model.parameters())
     if not (quantised or facts.fast):
-        return []
+        return (), ()
     able = formats_of(device)
     if facts.fast:  # --fast is a property of the layers' class
-        return able
-    cast_others(model, kinds)
-    return [kind for kind in able if kind in kinds]
+        return tuple(able), ()
+    cast = tuple(layer for layer, kind in cast_others(model, kinds).items() if kind in able)
+    return tuple(kind for kind in able if kind in kinds), cast
+
+
+@contextmanager
+def multiplied_natively(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Have this device multiply layers natively that it casts for the sake of others, inside the context."""
+    for layer in layers:
+        set_cast(layer, False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            set_cast(layer, True)
 
 
 @contextmanager

@@ -11,6 +11,8 @@ from torch import nn
 KINDS = {"float8_e4m3fn": "fp8", "float8_e5m2": "fp8", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}
 """Kind of format that a device must support, by a layer's format."""
 
+CASTS = "_full_precision_mm"  # ComfyUI's name for it
+
 
 def formats_of(device: torch.device) -> list[str]:
     """Return the kinds of formats that a device multiplies in."""
@@ -23,9 +25,20 @@ def formats_of(device: torch.device) -> list[str]:
     return [kind for kind, supported in able.items() if supported]
 
 
-def cast_others(model: nn.Module, kinds: Collection[str]) -> None:
-    """Have ComfyUI cast the weights of layers in other kinds of formats, as it does for a device that cannot multiply in them."""
+def cast_others(model: nn.Module, kinds: Collection[str]) -> dict[nn.Module, str]:
+    """Have ComfyUI cast the weights of layers in other kinds of formats, as it does for a device that cannot multiply in them.
+
+    Returns the layers whose weights it did not cast before, and their kinds.
+    """
+    changed: dict[nn.Module, str] = {}
     for module in model.modules():
         kind = KINDS.get(getattr(module, "quant_format", None) or "")
-        if kind is not None and kind not in kinds:
-            module.__dict__["_full_precision_mm"] = True
+        if kind is not None and kind not in kinds and not getattr(module, CASTS):
+            changed[module] = kind
+            set_cast(module, True)
+    return changed
+
+
+def set_cast(layer: nn.Module, casts: bool) -> None:
+    """Set whether ComfyUI casts the weights of a quantised layer."""
+    layer.__dict__[CASTS] = casts

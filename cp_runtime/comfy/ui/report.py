@@ -86,6 +86,7 @@ def _of_ranks(model: ContextParallelPatcher, result: RunResult, last: CallRecord
         "shares": list(CONTROLLER.workers.pool.shares) if CONTROLLER.workers is not None else [],
         "family": plan_for(model.model.diffusion_model).family,
         "weights": _weights(model),
+        "casts": last.casts,
         "on_all_tokens": last.on_all_tokens,
         "on_whole_batch": last.on_whole_batch,
         "controlnets": result.controlnets,
@@ -187,6 +188,7 @@ def summarise(report: dict[str, Any], words: Words) -> list[str]:
             for name in ("on_all_tokens", "on_whole_batch")
             if (nodes := report.get(name))
         ),
+        *([say("report.casts")] if report.get("casts") else []),
         *([say("report.controlnets", count=report["controlnets"])] if report.get("controlnets") else []),
         *([say(f"report.controlnets_here.{why[0]}", what=why[1])] if (why := report.get("controlnets_on_one_device")) else []),
         *([say("report.some", some=words.choice(report["choice"]))] if report["choice"] else []),

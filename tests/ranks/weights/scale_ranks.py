@@ -11,7 +11,7 @@ from comfy.quant_ops import QuantizedTensor
 from support.ranks import answer, finish, report, start, worst
 from torch import nn
 
-from cp_runtime.comfy.rank.quantised import own_formats, shared_scales
+from cp_runtime.comfy.rank.quantised import multiplied_natively, own_formats, shared_scales
 from cp_runtime.comfy.shared.formats import KINDS
 from cp_runtime.comfy.shared.values import Facts
 from cp_runtime.comfy.ui.obstacles import check_experts
@@ -73,14 +73,18 @@ def refused(layout, able):
 
 
 def linear(kind, layout, kinds):
-    """The result of a quantised layer on a device that multiplies in every format, among devices that have `kinds` in common."""
+    """The results of a quantised layer on a device that multiplies in every format, among devices that have `kinds` in common:
+    with them, alone, and with them again."""
     state = QuantizedTensor.from_float(torch.linspace(-1, 1, 64 * 64).view(64, 64), layout).state_dict("weight")
     state["comfy_quant"] = torch.tensor(list(json.dumps({"format": kind}).encode()), dtype=torch.uint8)
     layer = comfy.ops.mixed_precision_ops(compute_dtype=torch.float32).Linear(64, 64, bias=False, dtype=torch.float32)
     layer.load_state_dict(state, strict=False)
     with patch.multiple(comfy.model_management, **dict.fromkeys(SUPPORTS, lambda device: True)), torch.no_grad():
-        own = own_formats(nn.ModuleList([layer]), Facts(True, None, None, False, False), torch.device("cpu"), kinds)
-        return own, layer(tokens)
+        own, cast = own_formats(nn.ModuleList([layer]), Facts(True, None, None, False, False), torch.device("cpu"), kinds)
+        before = layer(tokens)
+        with multiplied_natively(cast):
+            alone = layer(tokens)
+        return own, before, alone, layer(tokens)
 
 
 SUPPORTS = ("supports_fp8_compute", "supports_mxfp8_compute", "supports_nvfp4_compute")
@@ -93,6 +97,8 @@ for kind, layout in (("nvfp4", "TensorCoreNVFP4Layout"), ("float8_e4m3fn", "Tens
         "native": difference(native[1], exact),
         "cast": difference(cast[1], exact),
         "common": difference(other[1], native[1]),
+        "alone": max(difference(each[2], native[1]) for each in (native, cast, other)),
+        "again": max(difference(each[3], each[1]) for each in (native, cast, other)),
     }
 nvfp4, fp8 = "TensorCoreNVFP4Layout", "TensorCoreFP8E4M3Layout"
 experts = [refused(*case) for case in ((nvfp4, True), (nvfp4, False), (fp8, True), ("", True))]
