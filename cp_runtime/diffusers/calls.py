@@ -223,6 +223,7 @@ def _call_error(module: nn.Module, kwargs: Mapping[str, Any]) -> PlanError | Non
     return None
 
 
+IDS = frozenset({"img_ids", "txt_ids"})  # positions; where they have a batch, diffusers takes the first item for all
 # In diffusers: noise levels that tokens refer to by index, and one number per layer.
 FOR_ALL_ITEMS = {
     "MiniMaxH3Transformer3DModel": frozenset({
@@ -317,4 +318,4 @@ def for_all_items(module: nn.Module, plan: ModulePlan | None) -> frozenset[str]:
     """Return the arguments whose rows are never items, however many there are: token positions, and known exceptions."""
     inputs = plan.inputs if plan is not None else {}
     tokens = {name for name, split in inputs.items() if getattr(split, "split_dim", None) == 0}
-    return FOR_ALL_ITEMS.get(type(module).__name__, frozenset()) | tokens
+    return FOR_ALL_ITEMS.get(type(module).__name__, frozenset()) | tokens | (IDS if known(module) else frozenset())

@@ -8,10 +8,13 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.nn import functional
 
 from ..engine.plan import ModulePlan, argument_positions
+from ..engine.ranks.sharding import Split
 from ..engine.state import CallState
 from ..engine.transforms import ContextParallelInput, ContextParallelOutput, TokenRanges
+from ..errors import PlanError
 
 HIDDEN, ENCODER = "hidden_states", "encoder_hidden_states"  # diffusers' names: image or video tokens, text tokens
 AUDIO = "audio_hidden_states"
@@ -49,30 +52,89 @@ class _WholeMask:
     def __call__(self, state: CallState, value: Any, where: str) -> Any:
         if not isinstance(value, Tensor) or state.world_size == 1:
             return value
-        state.whole_masks[(HIDDEN,), (HIDDEN,)] = value[:, None]
+        state.whole_masks[(HIDDEN,), (HIDDEN,)] = value if value.ndim == 4 else value[:, None]
         own = state.layout((HIDDEN,)).local_lengths[state.rank]
         return value.new_zeros(value.shape[0], own, own)
 
 
+class _Places:
+    """Splits the places of tokens, behind tables in which they are looked up."""
+
+    _split = ContextParallelInput(1, 2, streams=(HIDDEN,), side=True)
+
+    def __call__(self, state: CallState, value: Any, where: str) -> Any:
+        return value if value is None else (*value[:-1], self._split(state, value[-1], where))
+
+
+class _Frames:
+    """Notes the frames of a video `[B, channels, frames, rows, columns]`: its tokens are split inside each, since each attends to
+    its own moment of a face. Refuses several moments in a frame."""
+
+    def __call__(self, state: CallState, value: Any, where: str) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if value.ndim == 5:
+            state.define(HIDDEN, value[0, 0].numel(), Split(value.shape[2]))
+        elif (frames := state.layout((HIDDEN,)).splits[0].frames) % value.shape[1]:
+            raise PlanError(
+                f"{where}: got {value.shape[1]} moments of a face; allowed: {frames}, as there are frames, or a divisor. Pass four "
+                "pictures of the face for each frame but the first."
+            )
+        return value
+
+
+class _ShownText:
+    """Notes how many tokens of text, which every rank has, a mask `[B, tokens]` shows: attention leaves out the others, item by
+    item. Refuses items with different numbers of them."""
+
+    def __call__(self, state: CallState, value: Any, where: str) -> Any:
+        if isinstance(value, Tensor):
+            numbers = sorted(set(value.count_nonzero(1).tolist()))
+            if len(numbers) > 1 and state.world_size > 1:
+                raise PlanError(
+                    f"{where}: got texts of {' and '.join(map(str, numbers))} tokens; allowed: texts of one length in a call. Set "
+                    "batch_degree to the number of items, such as 2 for both halves of CFG."
+                )
+            state.define(ENCODER, numbers[0], Split(replicated=True))
+        return value
+
+
 _TEXT_FIRST, _IMAGE_FIRST = (ENCODER, HIDDEN), (HIDDEN, ENCODER)
+
+
+class _MaskOfText:
+    """Splits a mask of text `[B, tokens]`, from which each attention makes one of this rank's text and image: 1 is added to scores
+    of tokens that it shows. Theirs is made here of all tokens."""
+
+    _split = ContextParallelInput(1, 2, streams=(ENCODER,))
+
+    def __call__(self, state: CallState, value: Any, where: str) -> Any:
+        if isinstance(value, Tensor) and state.world_size > 1 and not state.whole_masks:
+            shown = functional.pad(value > 0, (0, state.lengths[HIDDEN]), value=True)
+            state.whole_masks[_TEXT_FIRST, _TEXT_FIRST] = (shown[:, None, :, None] & shown[:, None, None]).float()
+        return self._split(state, value, where)
+
+
 _TOKENS, _TOKENS_OUT = ContextParallelInput(1, 3), ContextParallelInput(1, 4, split_output=True)
 _POSITIONS_OUT = ContextParallelInput(0, 2, split_output=True)
 _POSITIONS = ContextParallelInput(0, 2, streams=(HIDDEN,), side=True)
 _IMAGE_POSITIONS = {"image_rotary_emb": _POSITIONS}
 _OF_IMAGE = ContextParallelInput(1, 3, streams=(HIDDEN,))  # such as residuals of ControlNets, one or a list
-_IDS = ContextParallelInput(0, 2)
+_IDS = {"img_ids": ContextParallelInput(-2, streams=(HIDDEN,)), "txt_ids": ContextParallelInput(-2, streams=(ENCODER,))}
 _RESIDUALS = {"controlnet_block_samples": _OF_IMAGE, "controlnet_single_block_samples": _OF_IMAGE}
-_LIKE_FLUX = {HIDDEN: _TOKENS, ENCODER: _TOKENS, "img_ids": _IDS, "txt_ids": _IDS}
+_LIKE_FLUX = {HIDDEN: _TOKENS, ENCODER: _TOKENS, **_IDS}
 _WHOLE_TEXT = ContextParallelInput(1, 3, streams=(ENCODER,), replicated=True)  # of models that cut it at its length
 _WHOLE = ModulePlan(attention=())
 _GATHERED = {"proj_out": ContextParallelOutput(1, 3)}
 _JOINT = {"transformer_blocks.0": {HIDDEN: _TOKENS, ENCODER: _TOKENS}, **_GATHERED}
+_COGVIEW = ModulePlan(inputs={**_IMAGE_POSITIONS, "attention_mask": _MaskOfText()})
 _ROPE = {"rope": {0: _POSITIONS_OUT, 1: _POSITIONS_OUT}}
 # Models that continue an image ("token_replace") modulate its tokens, the first of the video, apart: blocks get their number.
 _FIRST_FRAME = ModulePlan(
     inputs={"num_tokens": TokenRanges(streams=(HIDDEN,))},
     when=lambda model, path: "num_tokens" in argument_positions(model.get_submodule(path)),
 )
+_KEYS = ContextParallelInput(2, 3, streams=(HIDDEN,), side=True)  # a row for all queries
 _SIDE = ContextParallelInput(1, 3, streams=(HIDDEN,), side=True)
 _WAN_ROPE = {"rope": {0: _TOKENS_OUT, 1: _TOKENS_OUT}}
 # Every rank has all of the audio, a fiftieth of the video; only its attention to the video is shared.
@@ -93,8 +155,8 @@ _LTX_2: Table = {
     "transformer_blocks.*.video_to_audio_attn": ModulePlan(attention=(AUDIO,), keys=(HIDDEN,)),
 }
 CLASSES: Mapping[str, Known] = {
-    "FluxTransformer2DModel": Known(_TEXT_FIRST, {"": _RESIDUALS}, staged=True),
-    "Flux2Transformer2DModel": Known(_TEXT_FIRST),
+    "FluxTransformer2DModel": Known(_TEXT_FIRST, {"": {**_IDS, **_RESIDUALS}}, staged=True),
+    "Flux2Transformer2DModel": Known(_TEXT_FIRST, {"": _IDS}),
     "QwenImageTransformer2DModel": Known(_TEXT_FIRST, {"": {"controlnet_block_samples": _OF_IMAGE}}),
     "CogVideoXTransformer3DModel": Known(_TEXT_FIRST, {**_JOINT, "transformer_blocks.*": _IMAGE_POSITIONS}),
     "SD3Transformer2DModel": Known(_IMAGE_FIRST, {"": {"block_controlnet_hidden_states": _OF_IMAGE}, **_JOINT}, staged=True),
@@ -107,12 +169,16 @@ CLASSES: Mapping[str, Known] = {
         _IMAGE_FIRST, {**_JOINT, **_ROPE, "transformer_blocks.*": {"attention_mask": ContextParallelInput(1, 2)}}
     ),
     "WanTransformer3DModel": Known(staged=True),
-    "ChronoEditTransformer3DModel": Known(),
+    "ChronoEditTransformer3DModel": Known((), {"": {"timestep": ContextParallelInput(1, 2)}}),
     "HeliosTransformer3DModel": Known(),
     "LTXVideoTransformer3DModel": Known((), {"": {"timestep": _TOKEN_STEPS}}),
     "LTX2VideoTransformer3DModel": Known((), _LTX_2),
     "MiniMaxH3Transformer3DModel": Known(),
-    "PixArtTransformer2DModel": Known((), {"transformer_blocks.0": {HIDDEN: _TOKENS}, **_GATHERED}, staged=True),
+    "PixArtTransformer2DModel": Known(
+        (),
+        {"transformer_blocks.0": {HIDDEN: _TOKENS}, "transformer_blocks.*": {"attention_mask": _KEYS}, **_GATHERED},
+        staged=True,
+    ),
     "HunyuanDiT2DModel": Known(
         (),
         {
@@ -143,6 +209,34 @@ CLASSES: Mapping[str, Known] = {
             **_GATHERED,
         },
     ),
+    "WanAnimateTransformer3DModel": Known(
+        (),
+        {
+            "patch_embedding": ModulePlan(outputs={0: _Frames()}),
+            "blocks.0": {HIDDEN: _TOKENS},
+            "blocks.*": {"rotary_emb": ContextParallelInput(1, 4, streams=(HIDDEN,), side=True)},
+            "face_adapter.*": ModulePlan(inputs={ENCODER: _Frames()}, attention=()),
+            **_GATHERED,
+        },
+    ),
+    "MochiTransformer3DModel": Known(
+        _IMAGE_FIRST,
+        {
+            "time_embed": _WHOLE,
+            "transformer_blocks.0": ModulePlan(inputs={HIDDEN: _OF_IMAGE, "encoder_attention_mask": _ShownText()}),
+            "transformer_blocks.*": {"image_rotary_emb": ContextParallelInput(0, 3, streams=(HIDDEN,), side=True)},
+            "transformer_blocks.*.attn1": ModulePlan(attention=_IMAGE_FIRST),
+            **_GATHERED,
+        },
+    ),
+    "AllegroTransformer3DModel": Known(
+        (),
+        {
+            "transformer_blocks.0": {HIDDEN: _TOKENS},
+            "transformer_blocks.*": ModulePlan(inputs={"attention_mask": _KEYS, "image_rotary_emb": _Places()}),
+            **_GATHERED,
+        },
+    ),
     # Text and image are joint before the layers. The refiners in front of them run whole on every rank.
     "Lumina2Transformer2DModel": Known(
         (),
@@ -160,9 +254,9 @@ CLASSES: Mapping[str, Known] = {
     "LongCatImageTransformer2DModel": Known(_TEXT_FIRST, {"": _LIKE_FLUX, **_GATHERED}),
     "OvisImageTransformer2DModel": Known(_TEXT_FIRST, {"": _LIKE_FLUX, **_GATHERED}),
     "CogView3PlusTransformer2DModel": Known(_TEXT_FIRST, _JOINT),
-    "CogView4Transformer2DModel": Known(_TEXT_FIRST, {**_JOINT, "transformer_blocks.*": _IMAGE_POSITIONS}),
+    "CogView4Transformer2DModel": Known(_TEXT_FIRST, {**_JOINT, "transformer_blocks.*": _COGVIEW}),
     "EasyAnimateTransformer3DModel": Known(_TEXT_FIRST, {**_JOINT, "transformer_blocks.*": _IMAGE_POSITIONS}),
-    "GlmImageTransformer2DModel": Known(_TEXT_FIRST, {**_JOINT, "transformer_blocks.*": _IMAGE_POSITIONS}),
+    "GlmImageTransformer2DModel": Known(_TEXT_FIRST, {**_JOINT, "transformer_blocks.*": _COGVIEW}),
     "AuraFlowTransformer2DModel": Known(
         _TEXT_FIRST, {"joint_transformer_blocks.0": {HIDDEN: _TOKENS, ENCODER: _TOKENS}, **_GATHERED}
     ),

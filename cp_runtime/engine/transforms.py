@@ -84,8 +84,8 @@ class ContextParallelInput:
             return value
         if self.expected_dims is not None and value.ndim != self.expected_dims:
             raise PlanError(
-                f"{where}: expected {self.expected_dims} dimensions, got {value.ndim} {tuple(value.shape)}. Correct the plan: "
-                "expected_dims must be what the module is called with."
+                f"{where}: expected {self.expected_dims} dimensions, got {value.ndim} {tuple(value.shape)}. Pass "
+                f"{self.expected_dims}, or set expected_dims of the plan to what the module is called with."
             )
         dim = self.split_dim if self.split_dim >= 0 else self.split_dim + value.ndim
         if dim < 0:

@@ -286,6 +286,30 @@ def cosmos(batch: int = 1, channels: int = 4, **extra: Any) -> dict[str, Any]:
     ) | extra  # fmt: skip
 
 
+def allegro(batch: int = 1, valid: tuple[int, ...] = (4,), **extra: Any) -> dict[str, Any]:
+    places = torch.cartesian_prod(torch.arange(3), torch.arange(4), torch.arange(5)).T[:, None]
+    angles = [torch.linspace(0, 9, 4 * count).view(count, 4) for count in (3, 4, 5)]
+    return dict(
+        hidden_states=normal(batch, 4, 3, 8, 10), encoder_hidden_states=normal(batch, 7, 24),
+        encoder_attention_mask=padding(*valid, length=7), timestep=torch.linspace(300.0, 900.0, batch),
+        image_rotary_emb=(tuple((each.cos(), each.sin()) for each in angles), tuple(places)),
+    ) | extra  # fmt: skip
+
+
+def wan_animate(batch: int = 1, face: int = 8) -> dict[str, Any]:
+    return wan_i2v(batch=batch) | dict(
+        hidden_states=normal(batch, 20, 3, 8, 10), pose_hidden_states=normal(batch, 8, 2, 8, 10),
+        face_pixel_values=normal(batch, 3, face, 16, 16),
+    )  # fmt: skip
+
+
+def mochi(*valid: int) -> dict[str, Any]:
+    return dict(
+        hidden_states=normal(len(valid), 4, 3, 8, 10), encoder_hidden_states=normal(len(valid), 7, 24),
+        timestep=torch.linspace(300.0, 900.0, len(valid)), encoder_attention_mask=padding(*valid, length=7),
+    )  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Case:
     """One call: the input named `mask` has padding in it, and the output must depend on it.
@@ -471,6 +495,24 @@ CASES = [
     Case("cosmos 2 from frames batch 2", "cosmos 2", lambda: cosmos(2, condition_mask=torch.ones(2, 1, 3, 6, 10),
         timestep=torch.linspace(0.1, 0.9, 6).view(2, 1, 3, 1, 1))),
     Case("cosmos 2 controlnet", "cosmos 2", lambda: cosmos(channels=5, block_controlnet_hidden_states=residuals(2, 1, 45, 48))),
+    Case("cogview 4 mask batch 2", "cogview 4", lambda: cogview(2, attention_mask=padding(4, 6, length=7)), "attention_mask"),
+    Case("glm image mask", "glm image", lambda: glm_image() | dict(attention_mask=padding(3, length=7).long()), "attention_mask"),
+    Case("chronoedit token timesteps", "chronoedit", lambda: wan_i2v(timestep=token_timesteps(1, 60))),
+    Case("ltx 2 mask of keys", "ltx 2", lambda: ltx_2(video_self_attention_mask=(~padding(20, length=60))[:, None, None].float())),
+    Case("pixart masks batch 2", "pixart",
+        lambda: pixart(2, (4, 6)) | dict(attention_mask=~padding(9, 20, length=30)), "attention_mask"),
+    Case("allegro", "allegro", allegro, LTX_MASK),
+    Case("allegro masks batch 2", "allegro", lambda: allegro(2, (5, 2), attention_mask=~padding(3, length=8)[:, None, :, None]
+        .expand(2, 3, 8, 10)), "attention_mask"),
+    Case("mochi", "mochi", lambda: mochi(4), LTX_MASK),
+    Case("mochi batch 2", "mochi", lambda: mochi(5, 5), LTX_MASK),
+    Case("mochi no text", "mochi", lambda: mochi(0)),
+    Case("wan animate", "wan animate", wan_animate),
+    Case("wan animate batch 2", "wan animate", lambda: wan_animate(2)),
+    # A deprecated form, and what Flux 2 takes besides.
+    Case("flux ids of a batch", "flux", lambda: flux(img_ids=grid(6, 5)[None], txt_ids=torch.zeros(1, 7, 3))),
+    Case("ovis ids of a batch", "ovis", lambda: like_flux(2, img_ids=grid(6, 5)[None], txt_ids=torch.zeros(1, 7, 3))),
+    Case("flux 2 ids of no batch", "flux 2", lambda: {**flux_2(), **{each: flux_2()[each][0] for each in ("img_ids", "txt_ids")}}),
 ]  # fmt: skip
 
 # The ways to share a sequence, by what is exchanged; the ones that need a number of ranks with two factors come last.

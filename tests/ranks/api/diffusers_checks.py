@@ -7,11 +7,10 @@ import diffusers_pipelines as pipelines
 import torch
 from diffusers.models.transformers.transformer_flux2 import Flux2KVCache
 from diffusers.models.transformers.transformer_glm_image import GlmImageKVCache
-from diffusers_cases import CASES, MODES, degrees, flux, flux_2, glm_image, normal, padding, qwen
+from diffusers_cases import CASES, MODES, degrees, flux, flux_2, glm_image, mochi, normal, padding, qwen
 from diffusers_models import ANYTHING, build, close, forward, plan_of, refused, relative, same
 
 from cp_runtime import ContextParallelConfig, apply_context_parallel, remove_context_parallel
-from cp_runtime.errors import PlanError
 
 
 def one_rank_alone(rank: int, world: int) -> None:
@@ -22,18 +21,24 @@ def one_rank_alone(rank: int, world: int) -> None:
     refused(lambda: forward(model, flux()), "is in training mode")
 
 
+def fails(does: bool, *_: Any) -> None:
+    if does:
+        raise RuntimeError("of one rank")
+
+
 def errors_of_one_rank(rank: int, world: int) -> None:
     """An error inside of the forward of one rank is raised on all, and the next call is right."""
-    model, inputs, short = build("flux"), flux(), flux()
-    short["img_ids"] = short["img_ids"][:-1]  # the last rank has a position too few
+    model, inputs = build("flux"), flux()
     expected = forward(model, inputs)
     apply_context_parallel(model, ContextParallelConfig(ulysses_degree=world, **ANYTHING))
-    for wrong in (short, {**inputs, "hidden_states": inputs["hidden_states"][:, :-1]}):
-        try:
-            forward(model, wrong)
-        except (RuntimeError, PlanError) as error:
-            of_one = str(error)
-        assert "must match" in of_one, of_one
+    for i, block in enumerate((model.transformer_blocks[0], model.single_transformer_blocks[-1])):
+        handle = block.register_forward_pre_hook(partial(fails, rank == world - 1))
+        refused(partial(forward, model, flux(text=3 + i)), "of one rank", kind=Exception)
+        handle.remove()
+        close(relative(forward(model, inputs), expected))
+    short = {"hidden_states": inputs["hidden_states"][:, :-1]}
+    for wrong in (short, {"img_ids": inputs["img_ids"][:-1]}, {"txt_ids": inputs["txt_ids"][None, :-1]}):
+        refused(partial(forward, model, {**inputs, **wrong}), "ids", "expected")
         close(relative(forward(model, inputs), expected))
     remove_context_parallel(model)
     different = ContextParallelConfig(**{("ring_degree", "ulysses_degree")[rank % 2]: world}, **ANYTHING)
@@ -96,6 +101,10 @@ def batch_axis(rank: int, world: int) -> None:
     for case in (case for case in CASES if case.name in ("minimax h3 odd batch 2", "wan vace batch 2 odd")):
         model, inputs = build(case.model), case.make()
         same(model, config, inputs, forward(model, inputs), case.name, plan_of(model))
+    model, inputs = build("mochi"), mochi(*range(3, 3 + groups))  # attention leaves padding out
+    expected, one_axis = forward(model, inputs), ContextParallelConfig(ulysses_degree=world, **ANYTHING)
+    same(model, config, inputs, expected, "texts of several lengths")
+    refused(partial(same, model, one_axis, inputs, expected), "got texts of 3 and 4", "batch_degree")
 
 
 def batch_axis_alone(rank: int, world: int) -> None:

@@ -115,6 +115,19 @@ COSMOS = dict(
     in_channels=4, out_channels=4, num_attention_heads=4, attention_head_dim=12, num_layers=2, mlp_ratio=2.0, text_embed_dim=24,
     adaln_lora_dim=4, max_size=(4, 16, 16), patch_size=(1, 2, 2), rope_scale=(2.0, 1.0, 1.0),
 )  # fmt: skip
+MOCHI = dict(
+    patch_size=2, num_attention_heads=4, attention_head_dim=12, num_layers=2, pooled_projection_dim=16, in_channels=4,
+    text_embed_dim=24, time_embed_dim=8, max_sequence_length=7,
+)  # fmt: skip
+ALLEGRO = dict(
+    num_attention_heads=4, attention_head_dim=12, in_channels=4, out_channels=4, num_layers=2, cross_attention_dim=48,
+    caption_channels=24, sample_height=8, sample_width=10, sample_frames=3,
+)  # fmt: skip
+ANIMATE = dict(
+    WAN_I2V, latent_channels=8, motion_encoder_channel_sizes={"4": 8, "8": 8, "16": 8}, motion_encoder_size=16,
+    motion_style_dim=8, motion_dim=4, motion_encoder_dim=8, face_encoder_hidden_dim=8, face_encoder_num_heads=2,
+    inject_face_latents_blocks=1,
+)  # fmt: skip
 VACE = dict(WAN, vace_in_channels=12, vace_layers=[0, 1])
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -190,6 +203,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "pixart alpha": ("PixArtTransformer2DModel", dict(PIXART, use_additional_conditions=True)),
     "pixart": ("PixArtTransformer2DModel", PIXART),
     "wan vace": ("WanVACETransformer3DModel", VACE),
+    "wan animate": ("WanAnimateTransformer3DModel", ANIMATE),
+    "mochi": ("MochiTransformer3DModel", MOCHI),
+    "allegro": ("AllegroTransformer3DModel", ALLEGRO),
     "skyreels": ("SkyReelsV2Transformer3DModel", WAN),
     "skyreels forcing": ("SkyReelsV2Transformer3DModel", dict(WAN, num_frame_per_block=2)),
     "skyreels from an image": ("SkyReelsV2Transformer3DModel", dict(WAN_I2V, inject_sample_info=True)),

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers_cases import MODES, degrees, flux, hunyuan, ltx_2, normal
+from diffusers_cases import MODES, degrees, flux, hunyuan, ltx_2, normal, wan_animate
 from diffusers_models import ANYTHING, TOKENS, build, close, fill, fingerprint, forward, refused, relative, same
 from own_modules import Computed, OwnAttention, OwnMask, TorchAttention, TorchFunction, Transformer, TwoWays, Windows
 from torch import nn
@@ -34,10 +34,14 @@ OWN_PLAN = {
 
 
 def unknown_tokens(rank: int, world: int) -> None:
-    """The audio of LTX 2 is not in diffusers' plan: where that is given, nobody can tell that it is whole on every rank."""
+    """The audio of LTX 2 is not in diffusers' plan: where that is given, nobody can tell that it is whole on every rank. A frame of
+    Wan Animate, whose tokens are split, cannot attend to several moments in turn."""
     model = build("ltx 2")
     apply_context_parallel(model, ContextParallelConfig(ulysses_degree=world, **ANYTHING), plan=model._cp_plan)
     refused(lambda: forward(model, ltx_2()), kind=PlanError)
+    model = build("wan animate")
+    apply_context_parallel(model, ContextParallelConfig(ulysses_degree=world, **ANYTHING))
+    refused(lambda: forward(model, wan_animate(face=12)), "got 4 moments of a face; allowed: 3")
 
 
 def _own_model(
