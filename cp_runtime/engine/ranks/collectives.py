@@ -226,17 +226,20 @@ class RankGroup:
             self.stats.started("all_to_all", send.numel() - sizes[0])
             self.stats.wait((work,), send.device, on_host=send.is_cpu)
 
-    def all_to_all_in_place(self, shared: Exchange, send: Tensor, sent: Sequence[int], arriving: Sequence[int]) -> PendingParts:
+    def all_to_all_in_place(
+        self, shared: Exchange, send: Tensor, sent: Sequence[int], arriving: Sequence[int], kind: str = "all_to_all"
+    ) -> PendingParts:
         """Send a part of memory to every rank, and receive a part from every rank, to be read where it lies.
 
         Args:
             shared: that of this group.
             send: memory of its `space`.
             sent, arriving: bytes for and from every rank, this one included.
+            kind: see `all_to_all`.
         """
-        with trace_range("cp.all_to_all"):
+        with trace_range("cp." + kind):
             parts = shared.parts(send, sent, arriving)
-        return PendingParts(self, "all_to_all", parts, send.nbytes - sent[self.rank], send)
+        return PendingParts(self, kind, parts, send.nbytes - sent[self.rank], send)
 
     def pass_around(self, shared: Exchange, made: Tensor, arriving: Sequence[int]) -> Iterator[Tensor]:
         """Send memory to all ranks; return this rank's, then that of the previous one, and so on. Each is flat, read where it
