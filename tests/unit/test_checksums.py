@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from cp_runtime.diffusers.checksums import COUNTED, Weights, checksum
+from cp_runtime.diffusers.checksums import COUNTED, Checksums, Weights, checksum
+from cp_runtime.engine.ranks.collectives import RankGroup
 
 
 @pytest.mark.parametrize(
@@ -47,3 +48,10 @@ def test_the_number_is_the_same_for_the_same_weights():
         made.append(nn.Linear(100, 100))
     one, other = (Weights(model).number() for model in made)
     assert one == other
+
+
+def test_sums_of_inputs_wrap_around():
+    checks, inputs = Checksums(nn.Linear(1, 1), RankGroup(None), always=False), {"x": [torch.full((1,), 2**62)] * 9}
+    for _ in range(2):
+        checks.end(checks.begin(lambda x: x, (), inputs), lambda x: x, (), inputs)
+    checks.stop()
