@@ -149,7 +149,7 @@ def test_what_is_thrown_away_in_the_middle_of_another_release_is_released_by_the
 def test_parts_are_read_where_they_lie():
     """This rank's own part among them; empty ones are left out. None is overwritten before its release."""
     ranks = made(3)
-    sent = [[8, 16, 0], [0, 8, 24], [32, 0, 8]]  # of every rank, for every rank
+    sent = [[128, 256, 0], [0, 128, 384], [512, 0, 128]]  # of every rank, for every rank
     wanted = [[rank * 10 + to for rank in range(3) if sent[rank][to]] for to in range(3)]
     before = []
     for _ in range(5):
@@ -166,6 +166,17 @@ def test_parts_are_read_where_they_lie():
             each.release()
         before = parts
     assert all(one.segments[rank].size - one.segments[rank].begin <= 3 * 4096 for rank, one in enumerate(ranks))
+
+
+def test_a_few_bytes_hold_back_no_later_message():
+    """Read last, behind more messages than the sender keeps."""
+    one, other = made()
+    early, target = coming(other, 0, 8)
+    send(one, 1, numbers(8))
+    for turn in range(2 * segment.KEPT):
+        passes(one, other, numbers(100, turn))
+    early.wait()
+    assert torch.equal(target, numbers(8))
 
 
 def test_what_is_made_and_never_sent_takes_no_memory():
@@ -192,12 +203,12 @@ def test_memory_that_was_used_in_inference_mode_first_takes_messages_outside_of_
     one, two = made()
     for mode in (True, False, True):
         with torch.inference_mode(mode):
-            space = one.space(8, torch.float32)
-            space.copy_(torch.ones(2))
-            parts = one.parts(space, [0, 8], [0, 0]), two.parts(two.space(0, torch.float32), [0, 0], [8, 0])
+            space = one.space(128, torch.float32)
+            space.copy_(torch.ones(32))
+            parts = one.parts(space, [0, 128], [0, 0]), two.parts(two.space(0, torch.float32), [0, 0], [128, 0])
             parts[1].wait()
             (part,) = parts[1].read()
-            assert part.add_(1).tolist() == [2, 2]
+            assert part.add_(1).tolist() == [2] * 32
             for each in parts:
                 each.release()
 

@@ -1,8 +1,9 @@
 """Messages between ranks of one computer through memory that all of them map.
 
 A sender copies a message into its own segment, once for all receivers, or makes it there, and goes on: only `KEPT` unread messages
-make it wait. The receiver copies it out, or computes from where it lies. A long one is announced piece by piece, so that one piece
-is read while the next is written. Sizes are known on both sides. Memory is used again when all receivers have read it; more is
+make it wait. The receiver copies it out, or computes from where it lies. Of a few bytes it keeps a copy as soon as they are there:
+they may be looked at long after later messages. A long one is announced piece by piece, so that one piece is read while the next
+is written. Sizes are known on both sides. Memory is used again when all receivers have read it; more is
 taken only where messages are larger, or more of them under way, than before.
 """
 
@@ -29,6 +30,7 @@ from .signals import OtherEnded, Signals, TookTooLong
 # Bytes. Each piece costs a signal and a call: 4.2 MB take 145 µs in pieces of 1 MB, and 84 in one (docs/performance.md). Larger
 # messages gain by pieces: the receiver copies one while the sender copies the next.
 PIECE = 8 << 20
+FEW = 64  # bytes of a message that is copied out at once
 MAX_SLACK = 2  # a message may take memory that is up to so many times as large; larger slots wait for larger messages
 TIMEOUT = 1800.0  # seconds, torch's default
 
@@ -49,14 +51,22 @@ class Slot:
 class Arrival:
     """A message from another rank, of a known size."""
 
-    __slots__ = ("_exchange", "at", "is_read", "missing", "nbytes", "number", "source")
+    __slots__ = ("_exchange", "_kept", "at", "is_read", "missing", "nbytes", "number", "source")
 
     def __init__(self, exchange: Exchange, source: int, nbytes: int, number: int) -> None:
         self._exchange, self.source, self.nbytes, self.number = exchange, source, nbytes, number
         self.at, self.missing, self.is_read = 0, pieces(nbytes), False
+        self._kept: Tensor | None = None
+
+    def keep(self) -> None:
+        """Copy it out and release it."""
+        self._kept = self.borrow(torch.uint8).clone()
+        self.release()
 
     def borrow(self, dtype: torch.dtype) -> Tensor:
         """Return it where it lies, until `release`."""
+        if self._kept is not None:
+            return self._kept.view(dtype)
         return self._exchange.segments[self.source].view(self.at, self.nbytes // dtype.itemsize, dtype)
 
     def copy_to(self, flat: Tensor, copies: Copies, after: Any) -> None:
@@ -67,7 +77,8 @@ class Arrival:
             self._exchange.wait_for(self, pieces(self.nbytes) - piece)
             count = min(PIECE, self.nbytes - at)
             target = flat if count == self.nbytes else flat[at : at + count]
-            done = copies.start(target, segment.view_for(flat.device, self.at + at, count), after)
+            source = segment.view_for(flat.device, self.at + at, count) if self._kept is None else self._kept
+            done = copies.start(target, source, after)
         copies.then(done, self.release)
         copies.wait_for(done)
 
@@ -254,6 +265,8 @@ class Exchange:
             if not first.missing:
                 due.popleft()
             first.at = self.segments[source].offset_of(self.rank, first.number)
+            if not first.missing and first.nbytes <= FEW:
+                first.keep()
 
     def post_reads(self, source: int) -> None:
         """Signal the sender once for every message that is read, in order."""

@@ -550,7 +550,7 @@ ON_TWO_RANKS = (
     "other_backends",
     "plans_that_say_too_little", "streams_in_no_order", "caches", "compiled", "errors_of_one_rank", "wrapped_before",
     "later_inputs", "weights_of_one_rank", "wrapped_forwards", "both_halves_cached", "left_out_on_purpose", "attended_another_way",
-    "blocks_change_in_the_forward", "features_of_diffusers", "keys_and_values_kept",
+    "blocks_change_in_the_forward", "features_of_diffusers", "keys_and_values_kept", "more_messages_than_are_kept",
 )  # fmt: skip
 ON_TWO_AXES = ("configs", "meshes", "other_ways", "batch_axis", "batch_axis_alone", "fsdp")
 

@@ -1,5 +1,6 @@
 """What else must hold for a model outside of ComfyUI. Run by diffusers_ranks.py on every rank."""
 
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ from diffusers_cases import CASES, MODES, degrees, flux, flux_2, glm_image, moch
 from diffusers_models import ANYTHING, build, close, forward, plan_of, refused, relative, same
 
 from cp_runtime import ContextParallelConfig, apply_context_parallel, remove_context_parallel
+from cp_runtime.engine.exchange.segment import KEPT
 
 
 def one_rank_alone(rank: int, world: int) -> None:
@@ -19,6 +21,17 @@ def one_rank_alone(rank: int, world: int) -> None:
     apply_context_parallel(model, ContextParallelConfig(ulysses_degree=world, **ANYTHING))
     model.train(rank == world - 1)
     refused(lambda: forward(model, flux()), "is in training mode")
+
+
+def more_messages_than_are_kept(rank: int, world: int) -> None:
+    """A call of a long model: its inputs are still being compared while the ranks exchange more than the last 240 messages."""
+    model, inputs = build("flux"), flux()
+    block = model.single_transformer_blocks[-1]
+    model.single_transformer_blocks.extend(deepcopy(block) for _ in range(KEPT // 2))
+    expected = forward(model, inputs)
+    apply_context_parallel(model, ContextParallelConfig(ulysses_degree=world, **ANYTHING))
+    for _ in range(3):
+        close(relative(forward(model, inputs), expected))
 
 
 def fails(does: bool, *_: Any) -> None:
