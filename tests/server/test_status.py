@@ -125,8 +125,8 @@ def test_a_run_takes_the_place_of_the_one_before(node, cp, first, pool_server, e
         return bool(texts) and (texts[-1] == BYPASSED or "on one process" in texts[-1])
 
     pool_server.wait_event(told, since=since)
-    assert texts[0] == first
-    assert not any(map(RUN.search, texts))
+    begun = texts.index(first)  # one of the run before may still have been on its way
+    assert not any(map(RUN.search, texts[begun:]))
     if first == BYPASSED and node == "KSampler":
         assert pool_server.status()["no_speed"] == "bypassed"
     if node == "KSampler":  # the report of CP Sampler measures its run
