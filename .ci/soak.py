@@ -36,8 +36,8 @@ TESTS = [
 ]
 # Where `make test` leaves cases out, because others run the same code: `support.faults.SOAK`, and the mark `soak`.
 AT_FULL_LENGTH = [
-    *(f"tests/server/test_{name}.py" for name in ("accelerators", "cards", "changed_modules", "compiled", "gguf")),
-    *(f"tests/server/test_{name}.py" for name in ("every_change", "families", "host_memory", "next_comfyui", "nodes")),
+    *(f"tests/server/test_{name}.py" for name in ("accelerators", "cards", "changed_modules", "compiled", "control", "gguf")),
+    *(f"tests/server/test_{name}.py" for name in ("every_change", "families", "host_memory", "hosts", "next_comfyui", "nodes")),
     *(f"tests/server/test_{name}.py" for name in ("past_the_forward", "patches", "quantised", "vae")),
     *(f"tests/server/test_{name}.py" for name in ("step_caches", "unlisted", "whole_tokens")),
     *(f"tests/ranks/api/test_{name}.py" for name in ("api", "diffusers")),

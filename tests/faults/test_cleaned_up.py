@@ -6,6 +6,7 @@ import pytest
 from support.faults import Faults
 from support.graphs import flux_prompt
 from support.latents import assert_close, differ
+from support.modes import by_turns
 from support.server import ComfyServer
 
 CP = {"world_size": 2}
@@ -40,7 +41,7 @@ ENDS: dict[str, Callable[[ComfyServer, Faults], None]] = {
 }
 
 
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("end", by_turns(ENDS, 2))
 def test_the_stock_picture_afterwards(end, fault_server, expected, faults):
     with_control = fault_server.sample(flux_prompt(control={**CONTROL, "strength": 0.0}))
     assert differ(with_control, expected)  # it changes the model, and takes that back

@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.faults import SOAK, Stopwatch
 from support.graphs import flux_prompt
+from support.modes import by_turns
 from support.node_graphs import assert_right
 from support.pools import echo, small_pool
 from support.processes import wait_gone
@@ -63,7 +64,7 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("kind", ENDS)
+@pytest.mark.parametrize("kind", by_turns(ENDS, 2))
 def test_ways_to_end_are_told_apart(fault_server, expected, faults, kind):
     pids = assert_right(fault_server, expected, CP)
     faults.arm(1, kind, module=3)

@@ -98,6 +98,7 @@ def test_a_picture_is_decoded_on_both_cards(card_server, name, method):
     assert ((ours - stock).abs().max() / stock.abs().max()).item() <= BOUND
 
 
+@pytest.mark.soak  # CPU ranks upscale in every way
 @pytest.mark.usefixtures("upscalers")
 def test_a_picture_is_upscaled_on_both_cards(card_server, cards):
     """The stock node between two runs on the ranks takes its memory of the first card, and gives it back."""
@@ -259,7 +260,7 @@ def test_two_sharded_models_stay_loaded(card_server):
     assert loads(card_server) == before + 2
 
 
-@pytest.mark.parametrize("weights", ["whole", "sharded"])
+@pytest.mark.parametrize("weights", [pytest.param("whole", marks=pytest.mark.soak), "sharded"])
 def test_a_text_encoder_takes_only_the_room_it_needs(card_server, cards, weights):
     """First what rank 0 keeps of freed memory, and for blocks on their way; then the model, of this card alone where every card has
     all of it."""

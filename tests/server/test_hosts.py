@@ -10,6 +10,7 @@ import pytest
 from support.faults import SLACK, wait_for
 from support.graphs import flux_prompt, wan_prompt
 from support.latents import assert_close
+from support.modes import by_turns
 from support.node_graphs import completed
 from support.processes import descendants
 from support.ssh import started
@@ -44,7 +45,7 @@ def test_a_computer_is_looked_at_once_without_ranks_while_the_server_goes_on(off
 WEIGHTS = {"gpubox": (1.0, 1.0), "filled": (0.001, 0.2)}  # least and most of a model's bytes that are sent
 
 
-@pytest.mark.parametrize("host", WEIGHTS)
+@pytest.mark.parametrize("host", by_turns(WEIGHTS, 2))
 def test_weights_that_are_in_files_there_are_not_sent(pool_server, host):
     """Each is compared by its content: a file of the same name may have others."""
     expected = pool_server.sample_once(flux_prompt())

@@ -110,7 +110,7 @@ def test_int8_is_as_near_to_the_unquantised_latent_as_stock(case, world, runs):
 
 @pytest.mark.parametrize(
     ("case", "world"),
-    [on_ranks(2, case, id=case, soak=case != "nvfp4") for case in ("plain fp8 file kept fp8 LoRA", "nvfp4", "int8 convrot")],
+    [on_ranks(2, case, id=case, soak=True) for case in ("plain fp8 file kept fp8 LoRA", "nvfp4", "int8 convrot")],
 )
 def test_blocks_with_quantised_weights_are_compiled(case, world, runs):
     nodes = {"after_apply": [("TestPatch", {"kind": "compile_eager"})]}

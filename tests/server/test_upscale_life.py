@@ -68,6 +68,7 @@ def test_progress_goes_on_from_group_to_group(pool_server, faults):
     assert not faults.waiting
 
 
+@pytest.mark.soak  # tiles get there as those of a VAE do
 def test_another_computer(pool_server, expected):
     prompt = upscale_prompt("compact", 2, **WIDE)
     prompt["cp_config"]["inputs"] |= {"devices": "cpu,gpubox/cpu", "world_size": 0}

@@ -6,7 +6,7 @@ import pytest
 from support import families
 from support.graphs import GUIDED_FLUX, family_prompt, wan_prompt
 from support.latents import assert_close, differ
-from support.modes import SEQUENCE, in_modes
+from support.modes import SEQUENCE, by_turns, in_modes
 
 GRAPHS = {
     "flux": partial(GUIDED_FLUX, width=72, height=104, tokens=13, steps=4),
@@ -87,8 +87,14 @@ REFUSED = {
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_refused_by_name(kind, server):
+    prompt = GRAPHS["wan"](cp={"world_size": 2, "batch_degree": 1}, model_nodes=nodes(kind))
+    server.fails(prompt, REFUSED[kind], "if a call cannot be split", timeout=120)
+
+
+@pytest.mark.parametrize("kind", by_turns(REFUSED, 4))
+def test_after_a_refusal(kind, server):
     graph, cp = GRAPHS["wan"], {"world_size": 2, "batch_degree": 1}
-    server.fails(graph(cp=cp, model_nodes=nodes(kind)), REFUSED[kind], "if a call cannot be split", timeout=120)
+    server.fails(graph(cp=cp, model_nodes=nodes(kind)), timeout=120)
     expected = server.sample(graph(model_nodes=nodes(kind)))
     assert_close(server.sample(graph(cp={**cp, "on_unsupported": "single device"}, model_nodes=nodes(kind)), timeout=120), expected)
     server.sample(graph(cp=cp))

@@ -1,6 +1,6 @@
 """Kinds of a thing in ways to share a call: each kind in one of them in `make test`, in all of them in `make soak`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +12,11 @@ SEQUENCE: Mapping[str, dict[str, Any]] = {
     "batch 2 x 2": {"world_size": 4, "batch_degree": 2},
 }
 """Inputs of CP Config for a transformer."""
+
+
+def by_turns(kinds: Iterable[str], every: int) -> list[Any]:
+    """Cases for pytest: every second, third, ... kind in `make test`, all of them in `make soak`."""
+    return [pytest.param(kind, marks=[pytest.mark.soak] if number % every else []) for number, kind in enumerate(kinds)]
 
 
 def in_modes(kinds: Sequence[tuple[str, ...]], modes: Mapping[str, dict[str, Any]] = SEQUENCE, variants: int = 1) -> list[Any]:

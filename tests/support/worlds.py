@@ -1,6 +1,6 @@
 """How many ranks a test on the shared server asks for."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
@@ -11,9 +11,10 @@ def on_ranks(world: int, *values: Any, id: str | None = None, soak: bool = False
     return pytest.param(*values, world, marks=[pytest.mark.ranks(world), *([pytest.mark.soak] if soak else [])], id=id)
 
 
-def alternate(names: Iterable[str], worlds: tuple[int, ...] = (2, 3)) -> list[Any]:
-    """(name, number of ranks) for every name, the numbers by turns.
+def alternate(names: Iterable[str], worlds: tuple[int, ...] = (2, 3), soak: Collection[str] = ()) -> list[Any]:
+    """(name, number of ranks) for every name, the numbers by turns. `soak`: names for `make soak` only.
 
     Enough where the cases differ in what crosses to the ranks, and not in how many there are: tests/ranks has every number.
     """
-    return [on_ranks(worlds[i % len(worlds)], name, id=f"{name}-{worlds[i % len(worlds)]} ranks") for i, name in enumerate(names)]
+    turns = [(name, worlds[number % len(worlds)]) for number, name in enumerate(names)]
+    return [on_ranks(world, name, id=f"{name}-{world} ranks", soak=name in soak) for name, world in turns]
