@@ -82,7 +82,7 @@ def with_config(graph: dict[str, Any], place: list[int], **changes: Any) -> dict
     made, ends = graph["last_node_id"] + 1, graph["last_link_id"] + 1
     link["link"] = ends
     config = {
-        "id": made, "type": "CPConfig", "pos": place, "size": [270, 480], "flags": {}, "order": 0, "mode": 0, "inputs": [],
+        "id": made, "type": "CPConfig", "pos": place, "size": [270, 200], "flags": {}, "order": 0, "mode": 0, "inputs": [],
         "outputs": [{"name": "cp_config", "type": "CP_CONFIG", "links": [ends]}],
         "properties": {"Node name for S&R": "CPConfig"},
         "widgets_values": [changes.get(name, setting.default) for name, setting in SETTINGS.items()],

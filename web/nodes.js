@@ -19,9 +19,10 @@ app.registerExtension({
     if (smallest) node.setSize(smallest.map((least, axis) => Math.max(node.size[axis], least)));
   },
   loadedGraphNode(node) {
-    // What differs from its default is there to be seen.
     if (!FOLDED.includes(node.comfyClass) || LiteGraph.vueNodesMode) return;
-    if (advanced(node).some((widget) => widget.value !== widget.cpDefault)) unfold(node, true);
+    const height = node.size[1];
+    unfold(node, node.showAdvanced);
+    node.setSize([node.size[0], Math.max(node.size[1], height)]);
   },
 });
 
@@ -29,9 +30,10 @@ function advanced(node) {
   return node.widgets.filter((widget) => widget.options?.advanced);
 }
 
-/** Show the advanced inputs, or fold them away; the node is as high as it has to be. */
+/** Show the advanced inputs, or fold away those at their defaults; the node is as high as it has to be. */
 function unfold(node, show) {
   node.showAdvanced = show;
+  for (const widget of advanced(node)) widget.cpFolded = !show && widget.value === widget.cpDefault;
   const height = node.computeSize()[1];
   node.setSize([node.size[0], show ? Math.max(node.size[1], height) : height]);
 }
@@ -42,8 +44,8 @@ function fold(node) {
   if (LiteGraph.vueNodesMode) node.setSize([node.size[0], 0]); // it grows to what it shows; the canvas has counted what is folded away
   else {
     // The frontend's new nodes do this by themselves; those on the canvas show everything.
-    const hidden = { get: () => !LiteGraph.vueNodesMode && !node.showAdvanced };
-    for (const widget of advanced(node)) Object.defineProperty(widget, "hidden", hidden);
+    for (const widget of advanced(node))
+      Object.defineProperty(widget, "hidden", { get: () => !LiteGraph.vueNodesMode && widget.cpFolded });
     addButton(node, t("nodes.advanced"), () => unfold(node, !node.showAdvanced));
     unfold(node, false);
   }

@@ -123,7 +123,7 @@ SETTINGS = {
         "error", "if a call cannot be split",
         "What to do if the model, or another node's change to it, cannot run on several devices: error = stop and say why; single "
         "device = write a warning to the log and run as without this node, at the speed of one device.",
-        options=("error", "single device"), advanced=True,
+        options=("error", "single device"),
     ),
     "step_timeout": Setting(
         600.0, "longest call, in seconds",
@@ -140,7 +140,7 @@ SETTINGS = {
         "by block during the computation: for models larger than one device. offloaded = as sharded, in the computer's memory. "
         "staged = each device has some of the blocks, and computes these: the least traffic, but no faster than one device. "
         "auto = the first of these that fits. The result is the same.",
-        options=("auto", *PLACEMENTS, STAGED), advanced=True, optional=True,
+        options=("auto", *PLACEMENTS, STAGED), optional=True,
     ),
     "memory_per_rank": Setting(
         0.0, "GB to use of each GPU",

@@ -58,6 +58,11 @@ LINKED = """([start, end, name]) => {
     return app.graph.getNodeById(app.graph.getLink(link)?.origin_id)?.type === start;
 }"""
 SAID = "node => node.widgets?.find(widget => widget.name === '$$node-text-preview')?.value"
+SHOWN = """() => {
+    const node = app.graph.nodes.find(node => node.type === "CPConfig");
+    return node.widgets.filter(widget => node.isWidgetVisible(widget)).map(widget => widget.name);
+}"""
+"""Inputs of CP Config on the canvas: four, and those of which the graph has another value than the default."""
 ENDED = """async () => Object.values(await (await app.api.fetchApi('/history?max_items=2')).json())
     .map(({ status }) => JSON.stringify(status).slice(0, 2000))"""
 FEW = """() => {
@@ -121,9 +126,9 @@ def page(browser: Browser, link: str) -> Iterator[Page]:
 
 
 def run(page: Page, kind: str, says: str = SPEED) -> None:
-    """Press Run, and read on the node what it says of its speed."""
+    """Press Run, and read on the last node of a kind what it says of its speed."""
     page.get_by_test_id("queue-button").first.click()
-    said = f"({SAID})(app.graph.nodes.find(node => node.type === kind))"
+    said = f"({SAID})(app.graph.nodes.findLast(node => node.type === kind))"
     try:
         page.wait_for_function(f"([kind, speed]) => new RegExp(speed).test({said})", arg=[kind, says], timeout=PATIENCE)
     except PlaywrightTimeout:
@@ -165,6 +170,9 @@ def test_the_link_shows_a_graph_that_runs(page: Page) -> None:
         shown = "kind => app.graph.nodes.filter(node => node.type === kind).every(node => node.imgs?.length)"
         page.wait_for_function(shown, arg=kind, timeout=PATIENCE)
     assert page.evaluate(COVERED) == []
+    speed = page.evaluate("async () => (await (await app.api.fetchApi('/context_parallel/status')).json()).speed")
+    assert (speed["seconds_per_call_on_one_device"] is None) == ("disturbed" in speed["parts"]["cases"])  # the other sampler's
+    assert page.evaluate(SHOWN) == ["world_size", "devices", "on_unsupported", "weights", "ranks_per_call", "Advanced inputs"]
 
 
 def test_a_model_that_is_larger_than_one_device(page: Page, link: str) -> None:
