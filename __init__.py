@@ -8,7 +8,7 @@ from server import PromptServer
 
 from .cp_runtime.comfy.ui.node_times import watch_nodes
 from .cp_runtime.comfy.ui.runtime import import_ahead
-from .cp_runtime.comfy.ui.server import add_pictures, add_routes, start_events
+from .cp_runtime.comfy.ui.server import add_pictures, add_routes, note_client, start_events
 from .cp_runtime.comfy.ui.stock_loads import watch_stock_loads
 from .nodes import NODES, SHARING
 
@@ -25,6 +25,7 @@ class ContextParallelExtension(ComfyExtension):
         if server is not None:  # none where ComfyUI's nodes run without its server
             add_routes(server)
             add_pictures(server, Path(__file__).parent)
+            server.add_on_prompt_handler(note_client)
             server.add_on_prompt_handler(partial(import_ahead, {node.__name__ for node in SHARING}))
             start_events(server)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 LOCALES = Path(__file__).resolve().parents[1] / "locales"
 ENGLISH = "en"
+_PLACE = re.compile(r"\\\{(\w+)\\\}")  # after `re.escape`
 
 
 class Words:
@@ -18,13 +20,38 @@ class Words:
     def __init__(self, language: str) -> None:
         known = {folder.name for folder in LOCALES.iterdir()}  # a browser names the language: no other file is read
         self.language = next(name for name in (language, language.split("-")[0], ENGLISH) if name in known)
-        file = LOCALES / self.language / "main.json"
-        self._texts: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))["contextParallel"]
+        self._texts: dict[str, Any] = self._read("main")["contextParallel"]
 
     def say(self, key: str, **values: Any) -> str:
         """Return the text of a key such as "state.idle", with `values` in its {places}. Raises KeyError for another key."""
         text = functools.reduce(lambda group, name: group[name], key.split("."), self._texts)
         return str(text).format(**values)
+
+    def error(self, text: str) -> str:
+        """Put an English error into this language: by the first sentence of errors.json that fits, and its parts likewise. A name
+        of a node or an input becomes the one that ComfyUI shows; what is not known stays as it is."""
+        for pattern, own in self._sentences:
+            if found := pattern.fullmatch(text):
+                return own.format(**{name: self.error(part) for name, part in found.groupdict().items()})
+        return self._names.get(text, text)
+
+    @functools.cached_property
+    def _sentences(self) -> list[tuple[re.Pattern[str], str]]:
+        """Patterns of English sentences, and the sentences in this language."""
+        texts: dict[str, str] = {} if self.language == ENGLISH else self._read("errors")
+        patterns = {_PLACE.sub(r"(?P<\1>.+?)", re.escape(english)): own for english, own in texts.items()}
+        return [(re.compile(pattern, re.DOTALL), own) for pattern, own in patterns.items()]
+
+    @functools.cached_property
+    def _names(self) -> dict[str, str]:
+        found, own = {}, self._read("nodeDefs")
+        for kind, node in words_in(ENGLISH)._read("nodeDefs").items():
+            found[node["display_name"]] = own[kind]["display_name"]
+            found |= {each["name"]: own[kind]["inputs"][name]["name"] for name, each in node.get("inputs", {}).items()}
+        return found
+
+    def _read(self, name: str) -> dict[str, Any]:
+        return dict(json.loads((LOCALES / self.language / f"{name}.json").read_text(encoding="utf-8")))
 
     def speed(self, parts: Mapping[str, Any]) -> str:
         """Put `Speed.parts` into words: "20 steps in 9 s instead of about 17 s: 1.9 × as fast as one GPU"."""
@@ -63,3 +90,9 @@ class Words:
 
 words_in = functools.cache(Words)
 """`Words` of a language."""
+
+
+@functools.lru_cache(100)
+def translations(error: str) -> dict[str, str]:
+    """Return an error in every language but English."""
+    return {folder.name: words_in(folder.name).error(error) for folder in LOCALES.iterdir() if folder.name != ENGLISH}

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from comfy_api.latest import io, ui
-from server import PromptServer
 
 from ..cp_runtime.comfy.ui.report import shown
-from ..cp_runtime.comfy.ui.server import words_for
+from ..cp_runtime.comfy.ui.server import words_now
 from .config import ALIASES, CATEGORY
 
 
@@ -32,5 +31,5 @@ class CPReport(io.ComfyNode):
 
     @classmethod
     def execute(cls, report: str) -> io.NodeOutput:
-        text, image = shown(report, words_for(PromptServer.instance.client_id))
+        text, image = shown(report, words_now())
         return io.NodeOutput(text, image, ui=ui.PreviewImage(image, cls=cls))

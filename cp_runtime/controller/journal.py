@@ -19,6 +19,7 @@ from ..errors import ContextParallelError
 from ..pool.protocol import decode
 from ..recent import Recent
 from ..timing.times import Times
+from ..words import translations
 from .prompt_times import PromptTimes, SampledRun
 from .run_stats import CallRecord, Node, RunResult, RunStats
 
@@ -44,7 +45,8 @@ class Failure:
     @property
     def described(self) -> dict[str, Any]:
         """The error for the status."""
-        return {**vars(self), "node": self.node and {"id": self.node.node_id, "type": self.node.kind}}
+        node = self.node and {"id": self.node.node_id, "type": self.node.kind}
+        return {**vars(self), "translations": translations(self.message), "node": node}
 
 
 def public_message(error: BaseException) -> str:

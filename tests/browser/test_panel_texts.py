@@ -197,6 +197,15 @@ STATES = {
     "idle": {"state": "idle", "last_prompt": PROMPT},
     "failed": {"state": "failed", "last_error": an_error(), "errors": [an_error()]},
 }
+def test_an_error_is_in_the_language_of_the_page(page, panel, tell):
+    error = an_error(message="It failed.", translations={"zh": "失败", "ja": "失敗"})
+    for language, said in (("zh-TW", "失败"), ("ja", "失敗"), ("en", "It failed.")):
+        page.evaluate("language => app.extensionManager.setting.set('Comfy.Locale', language)", language)
+        tell(last_error=error, errors=[error])
+        expect(panel.locator(".cp-error pre")).to_have_text(said)
+        assert panel.locator(".cp-past pre").text_content() == said
+
+
 HOSTS = [
     {"host": "pc2", "state": "ready", "reason": "", "devices": [{"name": "pc2/cuda:0", "title": "RTX 4090", "memory": 24 << 30}]},
     {"host": "a-host.with-a-rather-long-name.example", "state": "differs", "reason": "torch: 2.8 here, 2.9 there.", "devices": []},

@@ -8,6 +8,8 @@ from support.latents import assert_close, differ
 from support.node_graphs import GraphCase, completed, node
 from support.server_events import PromptRejected
 
+from cp_runtime.words import words_in
+
 SINGLE = {"world_size": 2, "on_unsupported": "single device"}
 
 
@@ -60,6 +62,26 @@ def test_a_text_encoder_of_another_model(make, name, what, server):
     pids = server.worker_pids()
     server.run(right).check()
     assert server.worker_pids() == pids
+
+
+def test_errors_are_in_the_language_of_the_browser(off_server):
+    """In ComfyUI's own message, of nodes that refuse, and of settings before anything runs; the status has the English, too."""
+    language, words = {"client": off_server.client_id, "language": "ja"}, words_in("ja")
+    for place, kind in (("model_nodes", "multigpu"), ("after_apply", "compile_alone")):
+        prompt = partial(flux_prompt, cp={"world_size": 2}, **{place: [("TestPatch", {"kind": kind})]})
+        english = off_server.fails(prompt()).exception_message.strip()
+        off_server.post("/context_parallel/language", language)
+        try:
+            said = off_server.fails(prompt()).exception_message.strip()
+            with pytest.raises(PromptRejected) as rejected:
+                off_server.queue(flux_prompt(cp={"devices": "cuda:7"}))
+        finally:
+            off_server.post("/context_parallel/language", {**language, "language": "en"})
+        assert said == words.error(english) != english
+        last = off_server.status()["last_error"]
+        assert (last["message"], last["translations"]["ja"]) == (english, said)
+        (error,) = rejected.value.node_errors["cp_config"]["errors"]
+        assert f"{words.error('which GPUs')} (devices): " in error["details"]
 
 
 def test_other_branches_run_beside_bad_settings(off_server):

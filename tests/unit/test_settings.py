@@ -10,6 +10,7 @@ from cp_runtime.errors import ON_ONE_DEVICE, ConfigError
 from cp_runtime.pool.config import DeviceInventory, RuntimeConfig, timeout_of
 from cp_runtime.pool.settings import SETTINGS as CP_CONFIG
 from cp_runtime.pool.settings import label_of, with_labels
+from cp_runtime.words import words_in
 
 CODE = Path(__file__).resolve().parents[2] / "cp_runtime"
 SETTINGS = {"CP_STARTUP_TIMEOUT": 300.0, "CP_LOAD_TIMEOUT": 1800.0, "CP_CONNECT_TIMEOUT": 80.0}  # of 4 ranks
@@ -56,6 +57,9 @@ def test_an_error_about_a_long_text_is_short(value):
 def test_errors_of_the_node_begin_with_the_labels_that_it_shows():
     assert with_labels("devices: Leave it empty.") == "which GPUs (devices): Leave it empty."
     assert with_labels("shares: Leave them empty: measured.").startswith(f"{CP_CONFIG['shares'].label} (shares): Leave")
+    label = words_in("zh").error(CP_CONFIG["devices"].label)
+    assert with_labels("devices: Go.", words_in("zh").error) == f"{label} (devices): Go."
+    assert label != CP_CONFIG["devices"].label
     ring, ulysses = (f"{CP_CONFIG[name].label} ({name})" for name in ("ring_degree", "ulysses_degree"))
     assert with_labels("ring_degree x ulysses_degree: Change a degree.") == f"{ring} x {ulysses}: Change a degree."
     assert with_labels("no name: at all") == "no name: at all"

@@ -3,7 +3,7 @@
 import { api } from "../../../scripts/api.js";
 import { button, copyButton, make } from "./elements.js";
 import { deviceName } from "./ranks.js";
-import { t } from "./texts.js";
+import { spoken, t } from "./texts.js";
 
 const FOLDERS = /(?<![\w/.])\/(?:[^\s/]+(?: [^\s/]+)*\/)+/g; // as in cp_runtime/controller/journal.py
 
@@ -17,10 +17,10 @@ api.addEventListener("execution_error", ({ detail }) => {
 });
 
 /** What an error says. The status has no folders, since everyone reads it; whoever queued the prompt sees them, in commands to copy. */
-function messageOf({ message, node }) {
+function messageOf(error) {
   const whole = own?.exception_message?.split("\n\n")[0].trim();
-  const same = String(own?.node_id) === String(node?.id) && whole?.replace(FOLDERS, "") === message;
-  return same ? whole : message;
+  const same = String(own?.node_id) === String(error.node?.id) && whole?.replace(FOLDERS, "") === spoken(error);
+  return same ? whole : spoken(error);
 }
 
 /** The last error. Kept until it is dismissed or there is another, so that it can be read and selected while events come in. */
@@ -66,7 +66,7 @@ export function pastErrors() {
 }
 
 function textOf(error) {
-  const text = make("pre", "", error.message);
+  const text = make("pre", "", spoken(error));
   text.tabIndex = 0; // it scrolls
   return text;
 }

@@ -50,3 +50,9 @@ export function find(key, values = {}) {
 export function t(key, values) {
   return find(key, values) ?? key;
 }
+
+/** An error of the server in ComfyUI's language, where it has it. */
+export function spoken({ message, translations }) {
+  const chosen = languageNow();
+  return translations?.[chosen] ?? translations?.[chosen.split("-")[0]] ?? message;
+}

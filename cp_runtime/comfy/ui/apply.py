@@ -27,6 +27,7 @@ from .obstacles import check_model, check_stages, conditions_obstacle
 from .patcher import RUNS, ContextParallelPatcher, Run, executing_node, plain_class, raise_or_warn
 from .residency import patcher_over
 from .runtime import CONTROLLER, default_config, nothing_to_share
+from .server import in_own_language
 from .watching import has_foreign_control, takes_foreign_part
 
 log = logging.getLogger("context_parallel")
@@ -117,6 +118,7 @@ def cleaned_up(executor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     which ComfyUI does after a success only: some change the model until then. Our errors come where a stock run has none:
     refusals, ranks that died, their memory.
     """
+@in_own_language
     guider = executor.class_obj  # type: ignore[attr-defined]
     if isinstance(guider.model_patcher, ContextParallelPatcher):
         guider.model_patcher.cp_run = Run(watched=takes_foreign_part(guider, args[2] if len(args) > 2 else kwargs["sampler"]))

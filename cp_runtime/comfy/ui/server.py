@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
+import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from aiohttp import web
 
@@ -23,6 +26,7 @@ from .runtime import CONTROLLER, found_devices, prefer
 from .status import ending, snapshot
 
 log = logging.getLogger("context_parallel")
+T = TypeVar("T")
 
 EVENT = "context_parallel.status"
 LOOK = 1.0  # seconds between two polls: a dead rank and a prompt without workers cause no notification
@@ -31,6 +35,11 @@ GRAIN = 16 << 20  # bytes; less is not worth an event
 LANGUAGES: dict[str, str] = {}
 """ComfyUI's language in each browser, by client id. Another client gets English."""
 REMEMBERED_BROWSERS = 100  # browsers
+NOTHING = " "  # the browser leaves a text as it is, and accepts no empty one
+_checked: ContextVar[str | None] = ContextVar("_checked", default=None)
+"""The client whose prompt a request brings; None outside of requests."""
+_overruling: set[tuple[str, str]] = set()
+"""Clients and nodes that show the text of `tell_overruling`."""
 
 
 def add_pictures(server: Any, pack: Path) -> None:
@@ -232,6 +241,38 @@ def _is_shared(graph: Mapping[str, Any], node_id: str) -> bool:
         links = {name: value[0] for name, value in node["inputs"].items() if isinstance(value, list) and value}
         left += [origin for name, origin in links.items() if "model" in name or "guider" in name]
     return False
+
+
+def running_server() -> Any:
+    """Return ComfyUI's `PromptServer`; None where its nodes run without one."""
+    return getattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance", None)
+
+
+def words_now() -> Words:
+    """Return the texts in the language of the browser whose prompt is checked or runs."""
+    checked = _checked.get()
+    return words_for(getattr(running_server(), "client_id", None) if checked is None else checked)
+
+
+def note_client(prompt: dict[str, Any]) -> dict[str, Any]:
+    """Note who sends a prompt, while ComfyUI checks it: a handler of prompts."""
+    _checked.set(str(prompt.get("client_id", "")))
+    return prompt
+
+
+def in_own_language(run: Callable[..., T]) -> Callable[..., T]:
+    """Have a function of a node raise its errors in the language of the browser whose prompt runs. The status has the English."""
+
+    @functools.wraps(run)
+    def spoken(*args: Any, **kwargs: Any) -> T:
+        try:
+            return run(*args, **kwargs)
+        except ContextParallelError as error:
+            said, gap, more = str(error).partition("\n\n")
+            error.args = (f"{words_now().error(said)}{gap}{more}",)
+            raise
+
+    return spoken
 
 
 def newest_prompt(server: Any) -> tuple[str, dict[str, Any], str | None] | None:
