@@ -6,7 +6,9 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from ..cp_runtime.comfy.ui.apply import apply_to_model
+from ..cp_runtime.comfy.ui.apply import apply_to_model, overrules
+from ..cp_runtime.comfy.ui.patcher import executing_node
+from ..cp_runtime.comfy.ui.server import tell_overruling
 from ..cp_runtime.pool.config import RuntimeConfig
 from .config import ALIASES, CATEGORY, WANTED, CPConfigType
 
@@ -43,4 +45,6 @@ class ApplyContextParallel(io.ComfyNode):
 
     @classmethod
     def execute(cls, model: Any, cp_config: RuntimeConfig | None = None) -> io.NodeOutput:
-        return io.NodeOutput(apply_to_model(model, cp_config))
+        applied = apply_to_model(model, cp_config)
+        tell_overruling(executing_node(), overrules(model, cp_config))
+        return io.NodeOutput(applied)

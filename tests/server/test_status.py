@@ -10,10 +10,11 @@ from urllib.error import HTTPError
 
 import pytest
 from support.faults import SLACK, SOAK, Stopwatch
-from support.graphs import flux_prompt
+from support.graphs import cp_config, flux_prompt
 from support.node_graphs import assert_right
 
 from cp_runtime.version import VERSION
+from cp_runtime.words import words_in
 
 CP = {"world_size": 2}
 STATUS, RESTART, MEASURE, SETTINGS, HOSTS = (
@@ -132,6 +133,21 @@ def test_a_run_takes_the_place_of_the_one_before(node, cp, first, pool_server, e
     if node == "KSampler":  # the report of CP Sampler measures its run
         status = pool_server.wait_status(lambda status: status["last_call"] is None)
         assert (status["speed"] is None) == (cp is None)
+
+
+def test_a_second_config_says_that_it_counts(off_server):
+    """Under its node, until it is the only one, and in the log."""
+
+    def text(**first):
+        prompt = flux_prompt(cp=first, after_apply=[("ApplyContextParallel", {"cp_config": ["second", 0]})], steps=1)
+        prompt["second"] = {"class_type": "CPConfig", "inputs": cp_config(world_size=1)}
+        since, node = time.monotonic(), prompt["sampler"]["inputs"]["model"][0]
+        off_server.run(prompt).check()
+        return off_server.wait_event(lambda event: event.type == "text" and event.data[0] == node, since=since).data[1]
+
+    assert text(world_size=2) == words_in("en").say("node.overrules")
+    assert "those of the last one count" in off_server.log_text()
+    assert text(world_size=1).strip() == ""
 
 
 def texts_after(server, since, node="sampler"):

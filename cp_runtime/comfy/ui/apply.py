@@ -81,6 +81,11 @@ def apply_to_model(model: Any, config: RuntimeConfig | None = None) -> Any:
     return timed(patcher)
 
 
+def overrules(model: Any, config: RuntimeConfig | None) -> bool:
+    """Return whether a config takes the place of another one, of an Apply Context Parallel before."""
+    return isinstance(model, ContextParallelPatcher) and model.cp_config != (config or default_config())
+
+
 def without_context_parallel(model: Any) -> Any:
     """Return the model as it was before `apply_to_model`."""
     if not isinstance(model, ContextParallelPatcher):
@@ -113,12 +118,12 @@ def prepare_sampling(executor: Callable[..., Any], model: Any, noise_shape: Any,
     return executor(model, noise_shape, conds, **kwargs)
 
 
+@in_own_language
 def cleaned_up(executor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a sampling, and note whether foreign code takes part. Where it fails, clean up its ControlNets and additional models,
     which ComfyUI does after a success only: some change the model until then. Our errors come where a stock run has none:
     refusals, ranks that died, their memory.
     """
-@in_own_language
     guider = executor.class_obj  # type: ignore[attr-defined]
     if isinstance(guider.model_patcher, ContextParallelPatcher):
         guider.model_patcher.cp_run = Run(watched=takes_foreign_part(guider, args[2] if len(args) > 2 else kwargs["sampler"]))

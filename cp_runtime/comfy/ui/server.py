@@ -179,7 +179,6 @@ class Events:
         if now.node not in (None, before[0], self._over):
             self._user = now.node, self._server.client_id
         for user, client in (before, self._user):
-            # The browser leaves a text unchanged, and accepts no empty one.
             words, end = words_for(client), ending(self._server, user)
             self._say(words.say(end) if end else now.text(words, user), user, client)
         for client, node_id in [*self._waiting]:
@@ -213,34 +212,35 @@ class Events:
             self._said = text, node
             self._told[client, node.node_id] = node
             self._waiting.discard((client, node.node_id))
-            # Also under the nodes of the subgraphs that it is in: the browser shows a text where its node is.
-            for at, sign in enumerate(f"{node.node_id}:"):
-                if sign == ":":
-                    self._server.send_progress_text(text.encode(errors="replace"), node.node_id[:at], client)
+            show_text(self._server, text, node, client)
+
+
+def show_text(server: Any, text: str, node: Node, client: str) -> None:
+    """Show a text under a node, and under the nodes of the subgraphs that it is in: the browser shows a text where its node is."""
+    for at, sign in enumerate(f"{node.node_id}:"):
+        if sign == ":":
+            server.send_progress_text(text.encode(errors="replace"), node.node_id[:at], client)
+
+
+def tell_overruling(node: Node | None, overrules: bool) -> None:
+    """Say under an Apply Context Parallel, and in the log, that its settings take the place of those of an earlier one."""
+    if overrules:
+        log.warning("two Apply Context Parallel follow each other with different settings: those of the last one count")
+    server = running_server()
+    client = getattr(server, "client_id", None)
+    if node is None or client is None:
+        return
+    if overrules:
+        _overruling.add((client, node.node_id))
+        show_text(server, words_now().say("node.overrules"), node, client)
+    elif (client, node.node_id) in _overruling:
+        _overruling.remove((client, node.node_id))
+        show_text(server, NOTHING, node, client)
 
 
 def words_for(client: str | None) -> Words:
     """Return the texts in the language of a browser, by its client id."""
     return words_in(LANGUAGES.get(client or "", ENGLISH))
-
-
-def _shares_out(node: Mapping[str, Any]) -> bool:
-    """Return whether a node of a prompt shares a model out: CP Sampler does so with a config of its own."""
-    return node["class_type"] == "ApplyContextParallel" or (node["class_type"] == "CPSampler" and "cp_config" in node["inputs"])
-
-
-def _is_shared(graph: Mapping[str, Any], node_id: str) -> bool:
-    """Return whether a node of a prompt runs on the ranks: it is one for pictures, or its model comes from one that shares out."""
-    left, seen = [node_id], set()
-    while left:
-        if (node := graph.get(left.pop())) is None or id(node) in seen:
-            continue
-        seen.add(id(node))
-        if _shares_out(node) or node["class_type"] in ("CPVAEDecode", "CPVAEEncode", "CPUpscaleImage"):
-            return True
-        links = {name: value[0] for name, value in node["inputs"].items() if isinstance(value, list) and value}
-        left += [origin for name, origin in links.items() if "model" in name or "guider" in name]
-    return False
 
 
 def running_server() -> Any:
@@ -273,6 +273,25 @@ def in_own_language(run: Callable[..., T]) -> Callable[..., T]:
             raise
 
     return spoken
+
+
+def _shares_out(node: Mapping[str, Any]) -> bool:
+    """Return whether a node of a prompt shares a model out: CP Sampler does so with a config of its own."""
+    return node["class_type"] == "ApplyContextParallel" or (node["class_type"] == "CPSampler" and "cp_config" in node["inputs"])
+
+
+def _is_shared(graph: Mapping[str, Any], node_id: str) -> bool:
+    """Return whether a node of a prompt runs on the ranks: it is one for pictures, or its model comes from one that shares out."""
+    left, seen = [node_id], set()
+    while left:
+        if (node := graph.get(left.pop())) is None or id(node) in seen:
+            continue
+        seen.add(id(node))
+        if _shares_out(node) or node["class_type"] in ("CPVAEDecode", "CPVAEEncode", "CPUpscaleImage"):
+            return True
+        links = {name: value[0] for name, value in node["inputs"].items() if isinstance(value, list) and value}
+        left += [origin for name, origin in links.items() if "model" in name or "guider" in name]
+    return False
 
 
 def newest_prompt(server: Any) -> tuple[str, dict[str, Any], str | None] | None:
