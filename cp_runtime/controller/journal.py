@@ -176,7 +176,7 @@ class Journal:
         there, on_one_rank = (self._times.of(run.kind, who) if run.kind else () for who in (run.machine, run.one_rank))
         return replace(
             result,
-            alone=there + on_one_rank,
+            alone=there or on_one_rank,  # a rank on CPUs has a part of the cores that the device had
             obstacle=obstacle if kind == run.kind else "",
             # A device that ran by itself, without ranks, fetched nothing.
             fetched=result.last is not None and result.last.fetched and not there,

@@ -127,12 +127,12 @@ class RunResult:
     @property
     def case(self) -> str:
         """Key of its text, of "speed"."""
+        if self.running and (self.last if self.ranks == 1 else self.alone):  # one rank may only be tried
+            return "running"
         if self.ranks == 1:
             return "one_device"
         if self.times is not None:
             return "about" if self.unit == "process" else "compared"  # other programs use the cores as well
-        if self.running and self.alone:
-            return "running"
         if self.alone:
             return "too_few" if self.possible else "disturbed"
         return "obstacle" if self.obstacle else NOT_MEASURED
@@ -230,6 +230,7 @@ class RunStats:
     def enter(self, arguments: dict[str, Any]) -> None:
         """Record the start of a call. `arguments`: those that tell kinds of calls apart."""
         self.now, self._reached = None if self._key is None else kind_of(self._key, arguments), False
+        self.note(running=True)
         self.begun += 1
         self.kind = self.now if self.begun == 1 or self.now == self.kind else None
         self._last = time.monotonic()

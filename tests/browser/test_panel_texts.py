@@ -197,6 +197,8 @@ STATES = {
     "idle": {"state": "idle", "last_prompt": PROMPT},
     "failed": {"state": "failed", "last_error": an_error(), "errors": [an_error()]},
 }
+
+
 def test_an_error_is_in_the_language_of_the_page(page, panel, tell):
     error = an_error(message="It failed.", translations={"zh": "失败", "ja": "失敗"})
     for language, said in (("zh-TW", "失败"), ("ja", "失敗"), ("en", "It failed.")):

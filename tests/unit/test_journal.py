@@ -65,6 +65,7 @@ DISTURBED = "the comparison was disturbed, measure again"
         result("not compared with one device: it has too little memory", obstacle="memory"),
         result("about 2.0 × as fast as one process", 2.0, [2.0], unit="process"),
         result("known at the end of the run", None, [1.9], running=True),
+        result("known at the end of the run", ranks=1, last=TWO, running=True),  # by which one rank is tried
         result("20 steps in 9 s: 1.0 × as fast as one GPU", 1.0, [0.45], unit="gpu", **ENDED),
         result("2.0 × as fast as one GPU", 2.0, [2.004], unit="gpu"),
         result("about 2.0 × as fast as one process", 2.0, [2.2], unit="process"),  # its attention is slower
@@ -152,6 +153,8 @@ def test_times_on_one_device_are_kept_by_kind_and_device_for_another_process(jou
     journal.end_run()
     assert (journal.result.on_one_device, journal.result.case) == (journal.run.result.per_call, "one_device")
     assert kept(file, a_run()) == pytest.approx((journal.result.per_call,), rel=1e-5)
+    on_one_rank(journal, 100.0)
+    assert journal.result.alone == kept(file, a_run())  # a rank has a part of the cores
     other = a_run()
     other.machine = "cuda"
     assert kept(file, a_run("wan")) == kept(file, other) == kept(file, a_run(None)) == ()
