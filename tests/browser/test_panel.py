@@ -3,10 +3,9 @@
 import os
 import re
 import signal
-from functools import partial
 
 import pytest
-from browser.conftest import CP, KEEP, PIXELS, THEME, THEMES
+from browser.conftest import CP, KEEP, PIXELS
 from playwright.sync_api import expect
 from support.faults import SLACK
 from support.graphs import flux_prompt
@@ -120,7 +119,7 @@ def test_a_run(browser_server, page, panel, picture, theme):
     assert [states for states in seen if states[0] not in states[1:]] == []
 
 
-def test_measure(browser_server, page, panel, picture):
+def test_measure(browser_server, page, panel):
     """The next run says how many times as fast it is; so do the status and the node, and later runs."""
     load(page, **SHORT)
     press_queue(page)
@@ -144,8 +143,6 @@ def test_measure(browser_server, page, panel, picture):
         headline(panel, "computing")
         if run is LONG:  # it was measured before
             expect(speed).to_have_text("Running")
-            for theme in reversed(THEMES):
-                picture(f"docs/images/panel-computing-{theme}.png", prepare=partial(page.evaluate, THEME, theme), settle=300)
         headline(panel, "idle")
         expect(about).to_have_text(times)
         assert speed.evaluate("element => element.clientHeight / parseFloat(getComputedStyle(element).lineHeight)") < 1.5  # a line

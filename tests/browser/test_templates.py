@@ -85,6 +85,7 @@ def test_the_report(page, picture):
     page.set_viewport_size({"width": 1800, "height": 1000})
     page.evaluate("app.extensionManager.toggleFocusMode()")
     show_node(page, "CPSampler")
+    page.evaluate("app.api.fetchApi('/context_parallel/measure', { method: 'POST' })")
     page.evaluate("app.queuePrompt(0)")
     page.wait_for_function("() => app.graph.nodes.find(node => node.type === 'CPReport').imgs?.length", timeout=120_000)
     expect(page.get_by_text("rank 1 on cpu")).to_have_count(0)  # it stands in the picture
