@@ -3,8 +3,9 @@
     make pictures
 
 Both runs draw four pages of digits from one seed. They are recorded in a real browser, one after the other, and shown side by side,
-from Run to the end. ComfyUI and each worker have one core, as in `make demo`; the browser takes what they leave, as one that draws
-on a GPU does. It takes two idle cores: what other programs use of them can be seen in the clip.
+from Run to the end. The clocks give the only figure: every call runs on both ranks, none is compared. ComfyUI and each worker have
+one core, as in `make demo`; the browser takes what they leave, as one that draws on a GPU does. It takes two idle cores: what other
+programs use of them can be seen in the clip.
 """
 
 import io
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 from playwright.sync_api import Page, ViewportSize, expect, sync_playwright
@@ -25,29 +27,32 @@ sys.path[:0] = [str(CHECKOUT / "tests"), str(CHECKOUT / "benchmarks")]
 from browser.conftest import ARGUMENTS, SETTINGS
 from digits import graphs
 from support.chromium import CHROMIUM
+from support.graphs import cp_config
 
 TARGET = CHECKOUT / "docs" / "images" / "before-after.webp"
 COMMAND = "ContextParallel.UseAllGPUs"
-SIDE: ViewportSize = {"width": 560, "height": 640}  # of the window
+SIDE: ViewportSize = {"width": 640, "height": 770}  # of the window
+SHOWN: Any = {"x": 0, "y": 50, "width": 640, "height": 720}  # without ComfyUI's menu
+BARE = {"Comfy.Graph.CanvasInfo": False, "Comfy.Graph.CanvasMenu": False}
 TEXTS = ("31415926", "27182818", "16180339", "14142135")
 SEED_SHOWN = 100
 PATIENT = 19  # niceness of browser and recorder: they get a seventieth of a core that a rank wants
 INTERVAL = 0.8  # seconds between pictures
 LAST = 3.0  # seconds for which the end is shown
-WIDTH, HEADER, GAP = 420, 54, 12  # pixels of a side in the clip
+WIDTH, HEADER, GAP = 520, 60, 12  # pixels of a side in the clip
 INK, PAPER, DONE = "#e5e7eb", "#111827", "#4ade80"
 LAYOUT = """() => {
     const find = kind => app.graph.nodes.find(node => node.type === kind);
     const [sampler, apply, image] = [find("KSampler"), find("ApplyContextParallel"), find("SaveImage")];
     for (const node of app.graph.nodes) if (![sampler, apply, image].includes(node)) node.pos = [-900, 0];
     for (const node of [sampler, image]) node.imgs = null;
-    sampler.pos = [0, 130];
-    sampler.setSize([230, 490]);  // the toolbar at the bottom covers nothing
-    image.pos = [250, 130];
-    image.setSize([400, 490]);
-    if (apply) { apply.pos = [0, 0]; apply.setSize([230, 60]); }
-    app.canvas.ds.scale = 0.72;
-    [app.canvas.ds.offset[0], app.canvas.ds.offset[1]] = [75, 60];
+    sampler.pos = [0, 110];
+    sampler.setSize([270, 490]);
+    image.pos = [290, 110];
+    image.setSize([300, 370]);
+    if (apply) { apply.pos = [0, 0]; apply.setSize([270, 60]); }
+    app.canvas.ds.scale = 1;
+    [app.canvas.ds.offset[0], app.canvas.ds.offset[1]] = [30, 115];
     app.canvas.setDirty(true, true);
 }"""
 SEED = """seed => {
@@ -67,20 +72,22 @@ def run(page: Page, seed: int) -> list[tuple[float, Image.Image]]:
     began = time.monotonic()
     page.evaluate("app.queuePrompt(0)")
     while not (done := page.evaluate("window.cpDone")):
-        pictures.append((time.monotonic() - began, Image.open(io.BytesIO(page.screenshot()))))
+        pictures.append((time.monotonic() - began, Image.open(io.BytesIO(page.screenshot(clip=SHOWN)))))
         page.wait_for_timeout(1000 * INTERVAL)
     seconds = time.monotonic() - began
     page.wait_for_timeout(700)
-    pictures.append((seconds if done else 0.0, Image.open(io.BytesIO(page.screenshot()))))
+    pictures.append((seconds if done else 0.0, Image.open(io.BytesIO(page.screenshot(clip=SHOWN)))))
     return pictures
 
 
 def record(page: Page) -> list[list[tuple[float, Image.Image]]]:
     page.wait_for_function("window.app?.graph?.nodes.length > 0 && window.app.extensionManager")
-    for name, value in SETTINGS.items():
+    for name, value in (SETTINGS | BARE).items():
         page.evaluate("([name, value]) => app.extensionManager.setting.set(name, value)", [name, value])
     drawn = {name: node for name, node in graphs.pages(*TEXTS, cfg=4.0).items() if name != "save"}
+    drawn["cp_config"] = {"class_type": "CPConfig", "inputs": cp_config(ranks_per_call="all")}  # for the node that is put in
     page.evaluate("prompt => app.loadApiJson(prompt, 'mine')", drawn)
+    page.evaluate("app.api.fetchApi('/context_parallel/settings', { method: 'POST', body: '{\"measure\": false}' })")
     page.evaluate("app.extensionManager.focusMode || app.extensionManager.toggleFocusMode()")
     sides = []
     for seed in (1, 2):  # runs before those that are recorded load the model, and start workers
@@ -91,17 +98,14 @@ def record(page: Page) -> list[list[tuple[float, Image.Image]]]:
             page.evaluate("() => app.extensionManager.toast.removeAll()")
             expect(toast).to_have_count(0)
         page.evaluate(LAYOUT)
-        for again in range(seed):
-            if again:  # and for the comparison with one core, which the last run only shows
-                page.evaluate("app.api.fetchApi('/context_parallel/measure', { method: 'POST' })")
-            run(page, 10 * again + seed)
+        run(page, seed)
         page.evaluate(LAYOUT)
         sides.append(run(page, SEED_SHOWN))
     return sides
 
 
-def side(title: str, pictures: list[tuple[float, Image.Image]], seconds: float) -> Image.Image:
-    """One half of the clip at a time since Run."""
+def side(title: str, pictures: list[tuple[float, Image.Image]], seconds: float, faster: str) -> Image.Image:
+    """One half of the clip at a time since Run. `faster`: said once both are done."""
     end = pictures[-1][0]
     picture = [image for at, image in pictures if at <= seconds or at == pictures[0][0]][-1].convert("RGB")
     picture = picture.resize((WIDTH, round(WIDTH * picture.height / picture.width)), Image.Resampling.LANCZOS)
@@ -111,7 +115,7 @@ def side(title: str, pictures: list[tuple[float, Image.Image]], seconds: float) 
     large, small = (ImageFont.load_default(size) for size in (19, 17))
     draw.text((12, 6), title, fill=INK, font=large)
     done = seconds >= end
-    draw.text((12, 30), f"{min(seconds, end):.1f} s{', done' if done else ''}", fill=DONE if done else INK, font=small)
+    draw.text((12, 30), f"{min(seconds, end):.1f} s{', done' if done else ''}{faster}", fill=DONE if done else INK, font=small)
     return drawn
 
 
@@ -119,8 +123,10 @@ def compose(sides: list[list[tuple[float, Image.Image]]]) -> list[Image.Image]:
     titles = ("One core: KSampler alone", "Two cores: with the node before it")
     length = max(pictures[-1][0] for pictures in sides)
     frames = []
+    times = sides[0][-1][0] / sides[1][-1][0]
     for i in range(int((length + INTERVAL) / INTERVAL) + 1):
-        halves = [side(title, pictures, i * INTERVAL) for title, pictures in zip(titles, sides, strict=True)]
+        faster = ("", f": {times:.1f} x as fast" if i * INTERVAL >= length else "")
+        halves = [side(*each, i * INTERVAL, said) for *each, said in zip(titles, sides, faster, strict=True)]
         frame = Image.new("RGB", (2 * WIDTH + GAP, halves[0].height), PAPER)
         for place, half in enumerate(halves):
             frame.paste(half, (place * (WIDTH + GAP), 0))
