@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
@@ -83,7 +84,7 @@ class CallRecord:
 class RunResult:
     """A sampling run, so far or as a whole. Every display reads its figures, words or `parts` here."""
 
-    ranks: int = 0  # number that shared a call; 1 = one device computed it; 0 = no call yet
+    ranks: int = 0  # number that shared most calls; 1 = one device computed it; 0 = no call yet
     per_call: float | None = None  # seconds from the second call on, which neither loads nor warms up; None = there was one at most
     alone: Sequence[float] = ()  # the same on one device: all measurements
     obstacle: str = ""  # key of the reason for no measurement, of "obstacle"; empty = there is none
@@ -220,6 +221,7 @@ class RunStats:
         self.now: str | None = None
         self.machine, self.one_rank = machine, ""
         self.pinned = self.begun = self.count = self.skipped = 0
+        self._at_work: Counter[int] = Counter()  # calls, by the number of ranks that shared them
         self._reached = False  # the current call has reached the ranks
         self._key = key
         self._first = self._second = self._last = 0.0
@@ -269,6 +271,7 @@ class RunStats:
             self.count, mean, by_rank = 0, {}, [{} for _ in record.reports]
         self._alone = new
         self.count += 1
+        self._at_work[record.at_work] += 1
         first = record.reports[0]
         sent, outcome = first.communication, first.outcome
         figures = {
@@ -280,7 +283,7 @@ class RunStats:
             "predicted_bytes": outcome.predicted_bytes,
         }
         self.note(
-            ranks=record.at_work,
+            ranks=max(self._at_work, key=self._at_work.__getitem__),
             last=record,
             controlnets=max(self.result.controlnets, record.controlnets),
             controlnets_here=record.controlnets_here or self.result.controlnets_here,

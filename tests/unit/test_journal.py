@@ -35,6 +35,7 @@ def test_the_first_call_counts_only_while_it_is_alone():
     assert run.result.by_rank == [{"compute": 1.0, "communication": 0.5, "wait": 0.5}] * 2
     run.add(record((4.0, 1.0), (4.0, 1.0), (4.0, 1.0)))  # other ranks
     assert (run.count, len(run.result.by_rank), run.result.mean["seconds"]) == (1, 3, 4.0)
+    assert run.result.ranks == 2  # of most calls
 
 
 def test_a_rank_that_idles_waits_and_says_nothing_about_the_link():
