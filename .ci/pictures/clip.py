@@ -126,7 +126,8 @@ def compose(sides: list[list[tuple[float, Image.Image]]]) -> list[Image.Image]:
     times = sides[0][-1][0] / sides[1][-1][0]
     for i in range(int((length + INTERVAL) / INTERVAL) + 1):
         faster = ("", f": {times:.1f} x as fast" if i * INTERVAL >= length else "")
-        halves = [side(*each, i * INTERVAL, said) for *each, said in zip(titles, sides, faster, strict=True)]
+        both = zip(titles, sides, faster, strict=True)
+        halves = [side(title, pictures, i * INTERVAL, said) for title, pictures, said in both]
         frame = Image.new("RGB", (2 * WIDTH + GAP, halves[0].height), PAPER)
         for place, half in enumerate(halves):
             frame.paste(half, (place * (WIDTH + GAP), 0))
