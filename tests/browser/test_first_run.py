@@ -21,7 +21,7 @@ STEPS, SIDE = (20, 512) if KEEP else (3, 256)
 PATIENCE = 30_000 * SLACK  # milliseconds
 DISTURBED = "not compared with one process: the comparison was disturbed, measure again"  # where others use the cores
 FIGURE = r"about \d+\.\d × as fast as one process"
-MEASURED = rf"^{STEPS} steps in \S+ s( instead of about \S+ s: {FIGURE}|: on one process|: {DISTURBED})"
+MEASURED = rf"^{STEPS} steps in \S+ s(( instead of about \S+ s)?: {FIGURE}|: on one process|: {DISTURBED})"
 SPEED = rf"^(({FIGURE}|on one process) · )?\S+ s per call"
 """What the node that samples says of its speed; "one device" where that was chosen for the call."""
 ALL_IN_VIEW = """() => {
