@@ -45,7 +45,7 @@ AT_FULL_LENGTH = [
     "tests/ranks/attention/test_attention.py",
     "tests/ranks/vae/test_vae.py",
     *(f"tests/ranks/weights/test_{name}.py" for name in ("converted", "patched", "staged_weights")),
-    "tests/browser/test_templates.py",
+    *(f"tests/browser/test_{name}.py" for name in ("first_run", "templates")),
     "tests/gpu/test_gpu_check.py",
 ]
 BITS = [

@@ -14,7 +14,7 @@ from faults.owner import Owner, OwnerError, namespaces
 from support.faults import SOAK, Stopwatch, note
 from support.processes import outside_listeners, ranks
 
-CYCLES = 50 if SOAK else 3
+CYCLES = 50 if SOAK else 2
 SHM = Path("/dev/shm")
 MB = 1 << 20
 

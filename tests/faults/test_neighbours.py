@@ -12,7 +12,7 @@ import pytest
 from faults.owner import Owner, namespaces
 from support.faults import SOAK, note
 
-ROUNDS = 20 if SOAK else 2
+ROUNDS = 20 if SOAK else 1
 
 
 # --- 23 ---------------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 import pytest
 from support import stand_in
-from support.faults import SOAK
 from support.graphs import flux_prompt
 from support.server import ComfyServer
 from support.stand_in.memory import Ledger
@@ -15,9 +14,8 @@ def assert_same(ours, stock):
     assert ((ours - stock).abs().max() / stock.abs().max()).item() <= BOUND
 
 
-@pytest.mark.parametrize(
-    ("kind", "backend"), [pytest.param("xpu", "xccl", marks=[] if SOAK else pytest.mark.soak), ("npu", "hccl")]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize(("kind", "backend"), [("xpu", "xccl"), ("npu", "hccl")])
 @pytest.mark.usefixtures("vae_files")
 def test_two_devices_are_as_one(kind, backend, comfyui_path, checkpoints_dir, tmp_path, faults):
     cards = stand_in.Cards(count=2, gigabytes=8, ledger=tmp_path / "ledger", type=kind)

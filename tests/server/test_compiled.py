@@ -99,6 +99,7 @@ def test_a_unet(served, pool_server, family_checkpoints):
     assert report["compiled"]["left"] == {}
 
 
+@pytest.mark.soak
 @pytest.mark.bits("one process; the backend runs the same kernels")
 def test_one_device_with_torch_compile_gives_the_stock_result(pool_server):
     """Another node makes the graph run on one device, where ComfyUI's own wrapper compiles."""

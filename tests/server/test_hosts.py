@@ -57,6 +57,7 @@ def test_weights_that_are_in_files_there_are_not_sent(pool_server, host):
     assert least <= sent / of <= most
 
 
+@pytest.mark.soak
 def test_a_file_there_that_is_written_to_is_left(pool_server, ssh):
     """Between two prompts: what its pages show now is another model."""
     prompt = partial(flux_prompt, cp={"devices": "cpu,filled/cpu", "ranks_per_call": "all"})

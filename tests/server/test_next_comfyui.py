@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support.families import checkpoint_of, version
+from support.modes import by_turns
 from support.next_comfyui import make_comfyui
 from support.node_graphs import SERVED, GraphCase, assert_stock, completed
 from support.server import ComfyServer
@@ -75,7 +76,7 @@ PLACES = [
 
 
 @pytest.mark.parametrize("cp", PLACES)
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("kind", by_turns(LAYERS, 2))
 @pytest.mark.parametrize("served", [WAN])
 def test_layers_attend_as_the_model_file_says(served, kind, cp, server, file):
     assert_stock(server, loading(served, file(f"next-{kind}.safetensors", chosen(LAYERS[kind]))), {**cp, "batch_degree": 1})
