@@ -35,8 +35,7 @@ wan.head.head = comfy.ops.manual_cast.Linear(96, 64)
 classes = classes_of(wan)
 first = code_of(classes)
 backwards = code_of(sorted(classes, key=lambda cls: cls.__qualname__, reverse=True))
-holds = first.holds() and first.is_that_of_now()
-report(name="stock", names=len(first.hashes), backwards=differing(first.hashes, backwards.hashes), holds=holds)
+report(name="stock", names=len(first.hashes), backwards=differing(first.hashes, backwards.hashes), holds=first.holds())
 with patch.object(comfy.ldm.modules.attention.optimized_attention, "mark", 1, create=True):
     imported = [
         (f"{module.__name__}:optimized_attention", module.optimized_attention)
@@ -224,11 +223,10 @@ def between(before, after, change=lambda: None):
     with patch.object(model, "repeat_e", before):
         one = code_of(classes)
         change()
-        holds, is_that_of_now = one.holds(), one.is_that_of_now()
+        holds = one.holds()
         if after is not before:
             model.repeat_e = after
-            is_that_of_now = one.is_that_of_now()
-        return {"names": differing(one.hashes, code_of(classes).hashes), "holds": holds, "is_that_of_now": is_that_of_now}
+        return {"names": differing(one.hashes, code_of(classes).hashes), "holds": holds}
 
 
 report(name="arguments of a partial", **between(functools.partial(foreign, 2.0), functools.partial(foreign, 3.0)))
@@ -257,24 +255,11 @@ for name, pair in PAIRS.items():
     report(name=name, pair=True, **between(*pair))
 for name, change in {"field": lambda: setattr(one, "scale", 4), "class": lambda: setattr(Callable, "method", foreign)}.items():
     report(name=f"in place, {name}", pair=True, in_place=True, **between(one, one, change))
-table, several, slotted = {"f": foreign}, [foreign], type("SlottedCallable", (Callable,), {"__slots__": ("more",)})()
-slotted.more = foreign
-INSIDE = {
-    "an entry of a table": (table, lambda: table.update(f=wrapped)),
-    "a new entry of a table": (table, lambda: table.update(g=foreign)),
-    "a function in a list": (several, lambda: several.append(wrapped)),
-    "a slot": (slotted, lambda: setattr(slotted, "more", wrapped)),
-    "a new field": (one, lambda: setattr(one, "more", foreign)),
-}
-for name, (holder, change) in INSIDE.items():
-    function = closed(holder)
-    report(name=f"inside, {name}", pair=True, **between(function, function, change))
 a, b = wrapped(Wan.unpatchify), wrapped(Wan.forward_orig)
 with patch.object(Wan, "unpatchify", a), patch.object(Wan, "forward_orig", b):
     exchanged = code_of(classes)
     Wan.unpatchify, Wan.forward_orig = b, a
-    now = exchanged.is_that_of_now()
-    report(name="two wrappers exchanged", pair=True, is_that_of_now=now, names=differing(exchanged.hashes, code_of(classes).hashes))
+    report(name="two wrappers exchanged", pair=True, names=differing(exchanged.hashes, code_of(classes).hashes))
 
 count = counting()
 USED = {
@@ -370,6 +355,5 @@ def best(function, times):
     return min(once() for _ in range(times))
 
 
-known = best(first.is_that_of_now, 50)
-report(name="time", walk=best(lambda: code_of(classes), 5), holds=best(first.holds, 50), is_that_of_now=known)
+report(name="time", walk=best(lambda: code_of(classes), 5), holds=best(clean.holds, 50))
 finish()

@@ -38,16 +38,13 @@ def test_changes_are_seen_by_name_and_file(seen):
 
 def test_objects_that_stand_for_functions_count_and_closures(seen):
     pairs = {name: report for name, report in seen.items() if report.get("pair")}
-    assert len(pairs) == 18
+    assert len(pairs) == 13
     assert [name for name, report in pairs.items() if not report["names"]] == []
     assert [name for name, report in pairs.items() if report.get("in_place") and report["holds"]] == []
-    assert [name for name, report in pairs.items() if report["is_that_of_now"]] == []
 
 
 def test_what_code_assigns_by_itself_is_no_change(seen):
-    used = {
-        name: (report["names"], report["holds"] and report["is_that_of_now"]) for name, report in seen.items() if report.get("used")
-    }
+    used = {name: (report["names"], report["holds"]) for name, report in seen.items() if report.get("used")}
     assert len(used) == 4
     assert set(map(str, used.values())) == {"([], True)"}, used
 

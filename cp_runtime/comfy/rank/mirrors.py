@@ -30,7 +30,7 @@ from ...pool.protocol import read_tensor
 from ...pool.settings import OFFLOADED, STAGED, WHOLE
 from ...pool.tensor_cache import owned
 from ...system import system
-from ..shared.fingerprint import code_behind, digest_of
+from ..shared.fingerprint import code_of, digest_of, found
 from ..shared.formats import formats_of
 from ..shared.values import Facts
 from ..shared.weights import weight_patches_digest
@@ -129,7 +129,7 @@ class Mirrors:
         return Described(code=dict(self._code(self.entries.get(request.key), request.roots)), failed=dict(FAILED))
 
     def _code(self, mirror: Mirror | None, roots: Iterable[str]) -> Mapping[str, str]:
-        return code_behind(frozenset() if mirror is None else mirror.classes, tuple(roots)).hashes
+        return code_of(() if mirror is None else mirror.classes, {name: found(name) for name in roots}).hashes
 
     def call(
         self,

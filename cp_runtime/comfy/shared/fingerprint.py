@@ -31,7 +31,6 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import MirrorError
-from ...recent import Recent
 from .assigned import assigned, names_in, set_later
 from .modules import LOADER_SETTINGS, LOCALS, PACKS, find, full_name, module_name
 from .origin import file_of, in_library, is_computing, is_followed
@@ -62,7 +61,6 @@ _UNUSED = frozenset({
 _ABSENT = object()
 Key = tuple[int | str, str]
 NOTHING: Mapping[str, Any] = {}
-KEPT = 16  # a walk takes 10 ms, ten times as long the first time; what it has found refers to all that it has seen
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,6 @@ class Code:
     _functions: list[tuple[FunctionType, CodeType, Any, Any]] = field(repr=False)
     _cells: list[tuple[CellType, Any]] = field(repr=False)
     _sizes: list[tuple[Mapping[str, Any], int]] = field(repr=False)
-    _inside: list[tuple[Callable[[], dict[str, Any]], dict[str, Any]]] = field(repr=False)
 
     def holds(self) -> bool:
         """Return whether every name still has the value that it had. It takes some 50 µs, for use before every call."""
@@ -99,17 +96,6 @@ class Code:
                 return False
         return True
 
-    def is_that_of_now(self) -> bool:
-        """Return whether it would be found again: every name has its value, and so has what containers and objects hold. It takes
-        a millisecond or two."""
-        try:
-            return self.holds() and all(_are_the_same(look(), seen) for look, seen in self._inside)
-        except Exception:  # noqa: BLE001  (as of `_Walk._value`)
-            return False
-
-
-_known: Recent[tuple[frozenset[type], tuple[str, ...]], Code] = Recent(KEPT)
-
 
 def code_of(classes: Iterable[type] = (), roots: Mapping[str, Any] = NOTHING) -> Code:
     """Return the code of classes, and of further classes and functions by name, and of all that they use."""
@@ -119,15 +105,6 @@ def code_of(classes: Iterable[type] = (), roots: Mapping[str, Any] = NOTHING) ->
     while not (passed_over := walk.assigned()) <= walk.passed_over:
         walk = _Walk(roots, walk.passed_over | passed_over)
     return walk.code
-
-
-def code_behind(classes: frozenset[type], roots: tuple[str, ...]) -> Code:
-    """Return the code of classes, and of further classes and functions by name; what is known of it while it is that of now."""
-    of = classes, roots
-    known = _known.get(of)
-    if known is None or not known.is_that_of_now():
-        known = _known[of] = code_of(classes, {name: found(name) for name in roots})
-    return known
 
 
 def found(name: str) -> Any:
@@ -203,7 +180,6 @@ class _Walk:
         self._functions: list[tuple[FunctionType, CodeType, Any, Any]] = []
         self._cells: list[tuple[CellType, Any]] = []
         self._sizes: list[tuple[Mapping[str, Any], int]] = [(vars(Tensor), len(vars(Tensor)))]
-        self._inside: list[tuple[Callable[[], dict[str, Any]], dict[str, Any]]] = []
         self._seen: set[Key] = set()
         self._assigned: set[Key] = set()
         self._done: set[Any] = set()
@@ -213,7 +189,7 @@ class _Walk:
         while self._left:
             self._left.pop()()
         hashes = {name: digest("".join(sorted(found))) for name, found in self._found.items()}
-        self.code = Code(hashes, self._files, self._held, self._functions, self._cells, self._sizes, self._inside)
+        self.code = Code(hashes, self._files, self._held, self._functions, self._cells, self._sizes)
 
     def assigned(self) -> frozenset[Key]:
         """Return further names to pass over."""
@@ -270,23 +246,25 @@ class _Walk:
         if in_library(str(cls.__module__)) or cls.__module__ in ELSEWHERE:
             return
         self._class(f"{name}.__class__", cls)
-        if isinstance(value, nn.Module):  # what it holds is `state`'s matter
-            return
-        fields = fields_of(value)
-        for attribute, held in self._look_into(functools.partial(_fields_with_code, value)).items():
-            self._held.append((fields, attribute, held))
-            self._value(f"{name}.{attribute}", held)
-
-    def _look_into(self, look: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        seen = look()
-        self._inside.append((look, seen))
-        return seen
+        fields = {} if isinstance(value, nn.Module) else fields_of(value)  # those of modules are `state`'s matter
+        for attribute in fields.keys() - set_later(cls):
+            held = fields[attribute]
+            if isinstance(held, (*PLAIN, *_CODE, tuple)):
+                self._held.append((fields, attribute, held))
+                self._value(f"{name}.{attribute}", held)
 
     def _several(self, name: str, values: Any) -> None:
         """Note containers: those that do not change whole; of others, which may be caches, the functions and classes inside."""
-        look = functools.partial(_items_with_code, values, name.startswith(PACKS))
-        for key, value in (look() if isinstance(values, (tuple, frozenset)) else self._look_into(look)).items():
-            self._value(f"{name}[{'' if isinstance(values, (set, frozenset)) else key}]", value)
+        whole, of_pack = isinstance(values, (tuple, frozenset)), name.startswith(PACKS)  # settings of its nodes, maybe
+        if isinstance(values, dict):
+            items = [(repr(key), value) for key, value in values.items() if isinstance(key, PLAIN)]
+        elif isinstance(values, (set, frozenset)):
+            items = [("", value) for value in values]
+        else:
+            items = [(str(index), value) for index, value in enumerate(values)]
+        for key, value in items:
+            if whole or isinstance(value, (*_CODE, tuple)) or (of_pack and isinstance(value, PLAIN)):
+                self._value(f"{name}[{key}]", value)
 
     # --- functions --------------------------------------------------------------------------------------------------------
 
@@ -421,25 +399,6 @@ class _Walk:
                     self._function(where, value, further=True)
                 else:
                     self._value(where, value)
-
-
-def _fields_with_code(value: Any) -> dict[str, Any]:
-    """Return the fields of an object that hold constants and code, and that its methods do not assign later."""
-    fields = fields_of(value)
-    cls: Any = type(value)
-    wanted = fields.keys() - set_later(cls)
-    return {each: fields[each] for each in wanted if isinstance(fields[each], (*PLAIN, *_CODE, tuple))}
-
-
-def _items_with_code(values: Any, of_pack: bool) -> dict[str, Any]:
-    """Return the items of a container that count. `of_pack`: it is of a node pack, and its constants may be settings."""
-    kinds = (object,) if isinstance(values, (tuple, frozenset)) else (*_CODE, tuple, *(PLAIN if of_pack else ()))
-    items = values.items() if isinstance(values, dict) else enumerate(values)
-    return {repr(key): each for key, each in items if isinstance(each, kinds) and isinstance(key, PLAIN)}
-
-
-def _are_the_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return one.keys() == other.keys() and all(each is other[key] for key, each in one.items())
 
 
 def digest(text: str) -> str:

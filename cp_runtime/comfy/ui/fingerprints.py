@@ -19,7 +19,7 @@ from torch import nn
 from ...controller.calls import Code as PatchCode
 from ...errors import ON_ONE_DEVICE, UnsupportedError
 from ...pool.messages import Described, Loaded
-from ..shared.fingerprint import Code, code_behind, code_of, differing, digest_of
+from ..shared.fingerprint import Code, code_of, differing, digest_of, found
 from ..shared.modules import full_name
 from ..shared.objects import Settings, write
 from ..shared.weights import network_of, sample
@@ -32,11 +32,22 @@ OF_MODEL = (
     f"{ON_ONE_DEVICE}."
 )
 """What a node changes in a model stays there without the node."""
+_codes: WeakKeyDictionary[nn.Module, dict[tuple[frozenset[type], tuple[str, ...]], Code]] = WeakKeyDictionary()
 _naming: set[str] = set()
 """Packs that have changed constants: see `_packs_behind`."""
 _of_patches: dict[tuple[Any, ...], tuple[Code, PatchCode]] = {}
 _confirmed: WeakKeyDictionary[nn.Module, tuple[tuple[frozenset[type], tuple[str, ...]], Code]] = WeakKeyDictionary()
 _first: WeakKeyDictionary[nn.Module, tuple[bytes, tuple[str, ...]]] = WeakKeyDictionary()
+
+
+def code_behind(model: Any, classes: frozenset[type], roots: tuple[str, ...] = ()) -> Code:
+    """Return the code of a model or a VAE with modules of these classes, and of classes and functions by name; what is known of it
+    while that holds."""
+    known, of = _codes.setdefault(network_of(model), {}), (classes, roots)
+    ours = known.get(of)
+    if ours is None or not ours.holds():
+        ours = known[of] = code_of(classes, {name: found(name) for name in roots})
+    return ours
 
 
 def code_of_patches(patches: Mapping[str, Any], sent: Collection[str] = ()) -> PatchCode | None:
@@ -73,7 +84,7 @@ def check_code(model: Any) -> None:
     if confirmed is None or confirmed[1].holds():
         return
     of, before = confirmed
-    now = code_behind(*of)
+    now = code_behind(model, *of)
     if now.hashes == before.hashes:
         _confirmed[network] = of, now
     else:
@@ -96,11 +107,11 @@ class ModelFingerprint:
 
     @property
     def packs(self) -> tuple[str, ...]:
-        return in_order({*packs_of(code_behind(self.classes, self.roots).files.values()), *_naming})
+        return in_order({*packs_of(code_behind(self.patcher.model, self.classes, self.roots).files.values()), *_naming})
 
     def compare(self, replies: Sequence[Loaded], ask: Asking) -> None:
         model, of = self.patcher.model, (self.classes, self.roots)
-        ours = code_behind(*of)
+        ours = code_behind(model, *of)
         if any(digest_of(ours.hashes) != reply.code for reply in replies):
             described = ask(())
             if more := _packs_behind(ours, described):
