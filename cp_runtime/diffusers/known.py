@@ -110,8 +110,8 @@ class _MaskOfText:
 
     def __call__(self, state: CallState, value: Any, where: str) -> Any:
         if isinstance(value, Tensor) and state.world_size > 1 and not state.whole_masks:
-            shown = functional.pad(value > 0, (0, state.lengths[HIDDEN]), value=True)
-            state.whole_masks[_TEXT_FIRST, _TEXT_FIRST] = (shown[:, None, :, None] & shown[:, None, None]).float()
+            shown = functional.pad(value.float(), (0, state.lengths[HIDDEN]), value=1.0)
+            state.whole_masks[_TEXT_FIRST, _TEXT_FIRST] = (shown[:, None, :, None] * shown[:, None, None] > 0).float()
         return self._split(state, value, where)
 
 
