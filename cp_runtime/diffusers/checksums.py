@@ -142,6 +142,7 @@ class Weights:
         self._is_stale = True
 
     def number(self) -> int:
+        """Return the number, made again if a weight has changed: some are looked at in each call, by turns."""
         some, changes = self._counted[self._at]
         self._at = (self._at + 1) % len(self._counted)
         if self._is_stale or [*map(_changes_of, some)] != changes:

@@ -3,8 +3,8 @@
 A sender copies a message into its own segment, once for all receivers, or makes it there, and goes on: only `KEPT` unread messages
 make it wait. The receiver copies it out, or computes from where it lies. Of a few bytes it keeps a copy as soon as they are there:
 they may be looked at long after later messages. A long one is announced piece by piece, so that one piece is read while the next
-is written. Sizes are known on both sides. Memory is used again when all receivers have read it; more is
-taken only where messages are larger, or more of them under way, than before.
+is written. Sizes are known on both sides. Memory is used again when all receivers have read it; more is taken only where messages
+are larger, or more of them under way, than before.
 """
 
 from __future__ import annotations
