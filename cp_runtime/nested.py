@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -57,6 +58,17 @@ def form_of(value: Any) -> object:
 def rebuild(value: Any, items: list[Any]) -> Any:
     """Make a tuple, named tuple or list of the same type with other items."""
     return value._make(items) if hasattr(value, "_make") else type(value)(items)
+
+
+def has_elements(tensor: Tensor) -> bool:
+    """Return whether a tensor has numbers in memory, one by one."""
+    return not (tensor.is_meta or tensor.is_quantized) and tensor.layout is torch.strided
+
+
+def elements(tensor: Tensor) -> Tensor:
+    """Return a tensor's numbers as they are, complex ones as pairs. torch may have left a sign or a conjugation for later."""
+    plain = tensor.resolve_conj().resolve_neg()
+    return torch.view_as_real(plain) if plain.is_complex() else plain
 
 
 def stored(tensor: Tensor) -> list[Tensor]:

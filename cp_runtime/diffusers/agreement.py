@@ -17,7 +17,7 @@ from torch import Tensor
 from ..compat import not_compiled, not_compiled_itself
 from ..engine.ranks.collectives import RankGroup
 from ..errors import ConfigError, PlanError
-from ..nested import map_tensors, tensors
+from ..nested import elements, has_elements, map_tensors, tensors
 
 # Largest difference in float32, root mean square in half precision, in standard deviations of the output. Sharding causes 1e-5 and
 # the rounding of the dtype; attention over the wrong tokens is off by 0.1 and more.
@@ -97,9 +97,9 @@ def _mixed(*parts: object) -> int:
 
 def _sum_of(tensor: Tensor) -> int:
     """Return the sum of the bytes, each weighted by its position."""
-    if tensor.is_meta or not tensor.numel():
+    if not has_elements(tensor) or not tensor.numel():
         return 0
-    data = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    data = elements(tensor)
     # An expanded single number, such as a pipeline's timestep, counts as contiguous, but has stride 0 and cannot be viewed.
     data = data.detach().contiguous().as_strided((data.numel(),), (1,)).view(torch.uint8)
     words = data.view(torch.int32) if data.numel() % 4 == 0 else data
@@ -121,12 +121,16 @@ def agree(value: Any, group: RankGroup) -> list[Any]:
     answers = [json.loads(bytes(row)) for row in rows.tolist()]
     for rank, answer in enumerate(answers):
         if isinstance(answer, dict) and ERROR in answer:
-            raise own or ErrorOfRank(f"rank {group.global_rank(rank)}: {answer[ERROR]}")
+            raise own or ErrorOfRank(f"rank {group.global_rank(rank)}: {answer[ERROR]}", group)
     return answers
 
 
 class ErrorOfRank(PlanError):
-    """An error of another rank, raised on all ranks."""
+    """An error of another rank of a group, raised on all its ranks."""
+
+    def __init__(self, text: str, group: RankGroup) -> None:
+        super().__init__(text)
+        self.group = group
 
 
 @not_compiled_itself
@@ -140,11 +144,10 @@ def in_step(run: Callable[[Callable[[], None]], Result], group: RankGroup) -> Re
     try:
         out = run(ask)
         ask()
-    except ErrorOfRank:
-        raise
     except Exception as error:
-        with suppress(Exception):  # it is raised below; or other ranks are gone
-            ask(error)
+        if getattr(error, "group", None) is not group:  # else all know
+            with suppress(Exception):  # it is raised below; or other ranks are gone
+                ask(error)
         raise
     return out
 

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..compat import attention_backend_of, not_compiled, not_compiled_itself, one_graph_is_asked_for
 from ..engine.attention.opaque import serving
 from ..engine.hooks import InstalledPlan
-from ..engine.plan import ModulePlan, ShardingPlan, argument_names
+from ..engine.plan import ShardingPlan, argument_names
 from ..engine.ranks.config import ContextParallelConfig
 from ..engine.ranks.mesh import BatchMesh, SequenceMesh
-from ..engine.ranks.sharding import BatchShares
 from ..engine.weights.sharded import ShardedWeights
 from ..errors import PlanError, bad_value
-from ..nested import form_of, rebuild, tensors
+from ..nested import form_of
 from . import agreement
+from .batches import BatchSlice
 from .checksums import Checksums
-from .known import known
+from .known import item_dims, known
 from .torch_function import shared_attention
 
 TRAINING = "For training take diffusers' own enable_parallelism, or torchtitan."
@@ -81,7 +81,7 @@ class ShardedCalls:
         self.weights: ShardedWeights | None = None
         self._verify, self._turn = verify, Turn(module)
         self._processors = attending(module)
-        self._names, self._whole = argument_names(module), for_all_items(module, installed.plan.modules.get(""))
+        self._names, self._dims = argument_names(module), item_dims(module, installed.plan.modules.get(""))
         self._forms: set[object] = set()
         self._attended: object = None  # backends and processors of the last call
         self.forward: Callable[..., Any] | None = None
@@ -170,6 +170,26 @@ class ShardedCalls:
     def _sharded(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], ask: Callable[[], None] | None = None) -> Any:
         """Run one call. `ask`: in the first call of a form, see `agreement.in_step`."""
         share, sequence, degrees, args, kwargs = self._slice(self._config.batch, self._mesh, args, kwargs)
+        run = partial(self._of_group, sequence, degrees, args, kwargs)
+        if share is None:
+            return run(ask)
+        if ask is None:
+            return share.gather(run(None))
+        # Groups may attend a different number of times, as with guidance by skipped layers for some items: each asks its own ranks.
+        out = agreement.in_step(run, sequence.whole)
+        ask()
+        return share.gather(out)
+
+    @not_compiled_itself
+    def _of_group(
+        self,
+        sequence: SequenceMesh,
+        degrees: ContextParallelConfig,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        ask: Callable[[], None] | None,
+    ) -> Any:
+        """Run this group's part of a call."""
         installed = self.installed
         with (
             installed.call(sequence, lambda shape: degrees, weights=self.weights) as call,
@@ -177,19 +197,14 @@ class ShardedCalls:
             serving(shared.answer),
         ):
             call.ask, call.expects_attention = ask, ask is not None and self._is_new
-            out = installed.forward(self._stock, *args, **kwargs)
-        if share is None:
-            return out
-        if ask is not None:
-            ask()
-        return share.gather(out)
+            return installed.forward(self._stock, *args, **kwargs)
 
     def _slice(
         self, batch: BatchMesh, sequence: SequenceMesh, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[BatchSlice | None, SequenceMesh, ContextParallelConfig, tuple[Any, ...], Mapping[str, Any]]:
         """Return this group's slice of the batch, its ranks, degrees and arguments; no slice, and `sequence`, if all share it."""
-        batch_degree = self._config.batch_degree
-        share = BatchSlice.of(batch, batch_degree, args, kwargs)
+        batch_degree, given = self._config.batch_degree, dict(zip(self._names, args, strict=False)) | dict(kwargs)
+        share = BatchSlice.of(batch, batch_degree, given, self._dims)
         if share is None:
             return None, sequence, self._config.of_all_ranks, args, kwargs
         if joins_items(self._module):
@@ -197,7 +212,7 @@ class ShardedCalls:
                 f"{type(self._module).__name__}: FasterCache makes one half of CFG from the other, and batch_degree={batch_degree} "
                 "gives them to different ranks. Set batch_degree=1, or FasterCacheConfig(is_guidance_distilled=True)."
             )
-        return share, share.sequence, self._config, *share.take_call(args, kwargs, self._names, self._whole)
+        return share, share.sequence, self._config, *share.take_call(args, kwargs, self._names, self._dims)
 
 
 def _check_call(called: nn.Module, module: nn.Module, mesh: SequenceMesh) -> None:
@@ -223,16 +238,6 @@ def _call_error(module: nn.Module, kwargs: Mapping[str, Any]) -> PlanError | Non
     return None
 
 
-IDS = frozenset({"img_ids", "txt_ids"})  # positions; where they have a batch, diffusers takes the first item for all
-# In diffusers: noise levels that tokens refer to by index, and one number per layer.
-FOR_ALL_ITEMS = {
-    "MiniMaxH3Transformer3DModel": frozenset({
-        "timestep", "timestep_indices", "token_tags", "position_ids", "text_indices", "audio_indices", "video_indices",
-    }),
-    "WanVACETransformer3DModel": frozenset({"control_hidden_states_scale"}),
-}  # fmt: skip
-
-
 def enabled_caches(module: nn.Module) -> str:
     """Return the names of diffusers' cache hooks on a module's parts; empty if there are none."""
     names = {name for part in module.modules() if (hooks := vars(part).get("_diffusers_hook")) is not None for name in hooks.hooks}
@@ -249,73 +254,3 @@ def joins_items(module: nn.Module) -> bool:
     registry = vars(module).get("_diffusers_hook")
     cache = None if registry is None else registry.hooks.get("faster_cache_denoiser")
     return cache is not None and not cache.is_guidance_distilled
-
-
-class BatchSlice:
-    """The batch items of a call that this rank's group computes, such as one half of CFG. `mesh`: all ranks."""
-
-    def __init__(self, mesh: BatchMesh, shares: BatchShares) -> None:
-        self._mesh, self._shares = mesh, shares
-        self.sequence = mesh.sequence(shares.groups)
-        self._span = shares.held(mesh.index(shares.groups))
-
-    @classmethod
-    def of(cls, mesh: BatchMesh, groups: int, args: Any, kwargs: Mapping[str, Any]) -> BatchSlice | None:
-        """Return this rank's share, or None if there are fewer items than groups: then all ranks share the sequence.
-
-        Items are counted along dimension 0 of the first argument that is a tensor of three or more dimensions.
-        """
-        items = next((tensor.shape[0] for tensor in tensors([args, dict(kwargs)]) if tensor.ndim >= 3), 0)
-        return cls(mesh, BatchShares(groups, items, 1, frozenset(), mesh.group_shares(groups))) if items >= groups > 1 else None
-
-    def take_call(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Sequence[str], whole: Collection[str]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return this group's part of a call's arguments. `names`: of the positional ones; `whole`: those every group gets
-        unchanged, see `for_all_items`."""
-        positional = [value if name in whole else self.take(value) for name, value in zip(names, args, strict=False)]
-        return (
-            (*positional, *map(self.take, args[len(positional) :])),
-            {name: value if name in whole else self.take(value) for name, value in kwargs.items()},
-        )
-
-    def take(self, value: Any) -> Any:
-        """Return this group's part of an argument: of tensors with as many rows as items, and of lists with one entry per item."""
-        start, stop = self._span
-        if isinstance(value, Tensor):
-            return value[start:stop] if value.ndim and value.shape[0] == self._shares.items else value
-        if isinstance(value, (list, tuple)):
-            if isinstance(value, list) and len(value) == self._shares.items and not list(tensors(value)):
-                return value[start:stop]
-            return rebuild(value, [self.take(item) for item in value])
-        if isinstance(value, dict):
-            return {key: self.take(item) for key, item in value.items()}
-        return value
-
-    def gather(self, out: Any) -> Any:
-        """Gather an output's items from all groups. Raises PlanError unless its tensors have one row per item of this group."""
-        return map_outputs(out, self._gathered)
-
-    def _gathered(self, out: Any) -> Any:
-        start, stop = self._span
-        for tensor in tensors(out):
-            if not tensor.ndim or tensor.shape[0] != stop - start:
-                raise PlanError(
-                    f"batch_degree: an output of shape {tuple(tensor.shape)}, for {stop - start} items of the batch, cannot be put "
-                    "together by items. Set batch_degree=1."
-                )
-        return self._mesh.gather(self._shares, out)
-
-
-def map_outputs(out: Any, function: Callable[[Any], Any]) -> Any:
-    """Apply a function to an output of a diffusers module, or to each field of an output class."""
-    if isinstance(out, dict) and type(out) is not dict:
-        return type(out)(**{key: map_outputs(item, function) for key, item in out.items()})
-    return function(out)
-
-
-def for_all_items(module: nn.Module, plan: ModulePlan | None) -> frozenset[str]:
-    """Return the arguments whose rows are never items, however many there are: token positions, and known exceptions."""
-    inputs = plan.inputs if plan is not None else {}
-    tokens = {name for name, split in inputs.items() if getattr(split, "split_dim", None) == 0}
-    return FOR_ALL_ITEMS.get(type(module).__name__, frozenset()) | tokens | (IDS if known(module) else frozenset())

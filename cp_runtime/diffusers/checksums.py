@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..compat import in_place_changes, not_compiled, on_registration
 from ..engine.ranks.collectives import PendingParts, RankGroup
 from ..errors import PlanError
-from ..nested import tensors
+from ..nested import elements, has_elements, tensors
 from ..recent import Recent
 from . import agreement
 
@@ -67,9 +67,7 @@ class Checksums:
             return None
         if error is not None:
             raise error
-        given = (*args, *kwargs.values())
-        found = [each for value in given for each in ((value,) if isinstance(value, Tensor) else tensors(value))]
-        sums = [self._sum(each) for each in found if type(each) in PLAIN and not each.is_meta]
+        sums = [self._sum(each) for each in _comparable(args, kwargs)]
         host = self._weights.number() + sum(each for each in sums if isinstance(each, int))
         return self._post((host + HALF) % (2 * HALF) - HALF, [each for each in sums if not isinstance(each, int)])
 
@@ -99,8 +97,13 @@ class Checksums:
     def end(self, posted: Posted | None, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Compare a call after it has run. Raises PlanError, on all ranks alike, if they were given different inputs."""
         self._is_first = False
-        if posted is not None and len(set(posted())) > 1:
-            self._compare(forward, args, kwargs)
+        if posted is None or len(set(posted())) == 1:
+            return
+        # torch counts no change where others write, such as its collectives: what was remembered may be old on some ranks.
+        known, self._known = self._known, Recent(REMEMBERED)
+        self._weights.forget()
+        self._compare(forward, args, kwargs)
+        if any(id(each) in known and known[id(each)][1] != in_place_changes(each) for each in _comparable(args, kwargs)):
             raise PlanError("The ranks of this call were given different inputs, which it has changed since.")
 
     def _compare(
@@ -132,13 +135,14 @@ class Weights:
         self._is_stale = True
         self._counted: list[tuple[Sequence[Tensor], list[int]]] = [([], [])]  # some weights, and their changes
         self._at, self._number = 0, 0
-        self.stop = on_registration(self, Weights._note_change)
+        self.stop = on_registration(self, Weights.forget)
 
     @property
     def module(self) -> nn.Module | None:
         return self._module()
 
-    def _note_change(self, *_: object) -> None:
+    def forget(self, *_: object) -> None:
+        """Have the number made again."""
         self._is_stale = True
 
     def number(self) -> int:
@@ -159,6 +163,14 @@ class Weights:
 _changes_of = attrgetter("_version")
 
 
+def _comparable(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """Yield the tensors of a call that hold numbers one by one."""
+    for value in (*args, *kwargs.values()):
+        for each in (value,) if isinstance(value, Tensor) else tensors(value):
+            if type(each) in PLAIN and has_elements(each):
+                yield each
+
+
 def _read(wait: Callable[[], object], numbers: Tensor) -> Collection[int]:
     wait()
     return numbers.tolist()
@@ -177,7 +189,7 @@ def _described(module: nn.Module) -> Iterator[object]:
     sums: dict[torch.device, dict[str, int | Tensor]] = {}  # by device, to wait for each once
     for name, weight in module.named_parameters():
         yield name, type(weight).__qualname__, tuple(weight.shape), weight.dtype
-        if type(weight) in PLAIN and weight.numel() and not weight.is_meta:
+        if type(weight) in PLAIN and has_elements(weight) and weight.numel():
             sums.setdefault(weight.device, {})[name] = checksum(weight.detach().reshape(-1)[:SAMPLE])
     # Offloaded weights may be on other devices of other ranks.
     numbers = [torch.stack([*map(torch.as_tensor, some.values())]).tolist() for some in sums.values()]
@@ -189,7 +201,7 @@ def checksum(tensor: Tensor) -> int | Tensor:
 
     It is a number for tensors of the CPU.
     """
-    data = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    data = elements(tensor)
     bits = data.view(INTEGERS[data.element_size()])
     if bits.is_cpu and bits.numel() == 1:
         return int(bits)

@@ -19,6 +19,8 @@ from ..errors import PlanError
 HIDDEN, ENCODER = "hidden_states", "encoder_hidden_states"  # diffusers' names: image or video tokens, text tokens
 AUDIO = "audio_hidden_states"
 Table = Mapping[str, Any]
+Dims = Mapping[str, int | None]
+POSITIONS: Dims = dict.fromkeys(("img_ids", "txt_ids", "image_rotary_emb"))  # of a batch of ids diffusers takes the first item
 
 
 class Known(NamedTuple):
@@ -28,11 +30,13 @@ class Known(NamedTuple):
         order: order in which attention joins the streams; empty = separate cross-attention to text.
         table: entries beside those of the class's own `_cp_plan`.
         staged: its blocks can be divided into stages.
+        items: see `item_dims`.
     """
 
     order: tuple[str, ...] = ()
     table: Table = MappingProxyType({})
     staged: bool = False
+    items: Dims = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -46,13 +50,13 @@ class _IfDims:
 
 
 class _WholeMask:
-    """Keeps a mask `[B, queries, keys]` for the attention over all image or video tokens. The module gets one of this rank's tokens
-    that hides nothing, since it fits masks to them."""
+    """Keeps a mask `[B, queries, keys]` or `[B, keys]` for the attention over all image or video tokens. The module gets one of
+    this rank's tokens that hides nothing, since it fits masks to them."""
 
     def __call__(self, state: CallState, value: Any, where: str) -> Any:
         if not isinstance(value, Tensor) or state.world_size == 1:
             return value
-        state.whole_masks[(HIDDEN,), (HIDDEN,)] = value if value.ndim == 4 else value[:, None]
+        state.whole_masks[(HIDDEN,), (HIDDEN,)] = value[(slice(None),) + (None,) * (4 - value.ndim)]
         own = state.layout((HIDDEN,)).local_lengths[state.rank]
         return value.new_zeros(value.shape[0], own, own)
 
@@ -84,18 +88,15 @@ class _Frames:
 
 
 class _ShownText:
-    """Notes how many tokens of text, which every rank has, a mask `[B, tokens]` shows: attention leaves out the others, item by
-    item. Refuses items with different numbers of them."""
+    """Notes how many tokens of text, which every rank has, a mask `[B, tokens]` shows of each item: items attend one by one,
+    without the others."""
 
     def __call__(self, state: CallState, value: Any, where: str) -> Any:
         if isinstance(value, Tensor):
-            numbers = sorted(set(value.count_nonzero(1).tolist()))
-            if len(numbers) > 1 and state.world_size > 1:
-                raise PlanError(
-                    f"{where}: got texts of {' and '.join(map(str, numbers))} tokens; allowed: texts of one length in a call. Set "
-                    "batch_degree to the number of items, such as 2 for both halves of CFG."
-                )
-            state.define(ENCODER, numbers[0], Split(replicated=True))
+            for item, shown in enumerate(value.count_nonzero(1).tolist()):
+                text = ENCODER if not item else f"{ENCODER} {item}"
+                state.define(text, shown, Split(replicated=True))
+                state.in_turn.append(((HIDDEN, text), (HIDDEN, text)))
         return value
 
 
@@ -154,10 +155,13 @@ _LTX_2: Table = {
     "transformer_blocks.*.audio_to_video_attn": _WHOLE,
     "transformer_blocks.*.video_to_audio_attn": ModulePlan(attention=(AUDIO,), keys=(HIDDEN,)),
 }
+_IN_COMMON = (
+    "timestep", "timestep_indices", "token_tags", "position_ids", "text_indices", "audio_indices", "video_indices",
+)  # fmt: skip
 CLASSES: Mapping[str, Known] = {
     "FluxTransformer2DModel": Known(_TEXT_FIRST, {"": {**_IDS, **_RESIDUALS}}, staged=True),
     "Flux2Transformer2DModel": Known(_TEXT_FIRST, {"": _IDS}),
-    "QwenImageTransformer2DModel": Known(_TEXT_FIRST, {"": {"controlnet_block_samples": _OF_IMAGE}}),
+    "QwenImageTransformer2DModel": Known(_TEXT_FIRST, {"": {"controlnet_block_samples": _OF_IMAGE}}, items={"img_shapes": 0}),
     "CogVideoXTransformer3DModel": Known(_TEXT_FIRST, {**_JOINT, "transformer_blocks.*": _IMAGE_POSITIONS}),
     "SD3Transformer2DModel": Known(_IMAGE_FIRST, {"": {"block_controlnet_hidden_states": _OF_IMAGE}, **_JOINT}, staged=True),
     "HunyuanVideoTransformer3DModel": Known(
@@ -173,10 +177,15 @@ CLASSES: Mapping[str, Known] = {
     "HeliosTransformer3DModel": Known(),
     "LTXVideoTransformer3DModel": Known((), {"": {"timestep": _TOKEN_STEPS}}),
     "LTX2VideoTransformer3DModel": Known((), _LTX_2),
-    "MiniMaxH3Transformer3DModel": Known(),
+    # Noise levels that tokens refer to by index, and what all items have in common.
+    "MiniMaxH3Transformer3DModel": Known(items=dict.fromkeys(_IN_COMMON)),
     "PixArtTransformer2DModel": Known(
         (),
-        {"transformer_blocks.0": {HIDDEN: _TOKENS}, "transformer_blocks.*": {"attention_mask": _KEYS}, **_GATHERED},
+        {
+            "transformer_blocks.0": {HIDDEN: _TOKENS},
+            "transformer_blocks.*": {"attention_mask": _KEYS, "encoder_attention_mask": _SIDE},
+            **_GATHERED,
+        },
         staged=True,
     ),
     "HunyuanDiT2DModel": Known(
@@ -208,6 +217,7 @@ CLASSES: Mapping[str, Known] = {
             "blocks.0": {HIDDEN: _TOKENS},
             **_GATHERED,
         },
+        items={"control_hidden_states_scale": None},  # one number per layer
     ),
     "WanAnimateTransformer3DModel": Known(
         (),
@@ -233,7 +243,9 @@ CLASSES: Mapping[str, Known] = {
         (),
         {
             "transformer_blocks.0": {HIDDEN: _TOKENS},
-            "transformer_blocks.*": ModulePlan(inputs={"attention_mask": _KEYS, "image_rotary_emb": _Places()}),
+            "transformer_blocks.*": ModulePlan(
+                inputs={"attention_mask": _KEYS, "encoder_attention_mask": _SIDE, "image_rotary_emb": _Places()}
+            ),
             **_GATHERED,
         },
     ),
@@ -277,6 +289,7 @@ CLASSES: Mapping[str, Known] = {
             "single_transformer_blocks.*": _IMAGE_POSITIONS,
             "single_transformer_blocks.-1": [ContextParallelOutput(1, 3, stream=HIDDEN), None],
         },
+        items=dict.fromkeys(f"indices_latents{of}" for of in ("", "_clean", "_history_2x", "_history_4x")),
     ),
     # A part of the text is another one in each block.
     "HiDreamImageTransformer2DModel": Known(
@@ -296,6 +309,7 @@ CLASSES: Mapping[str, Known] = {
             "single_stream_blocks.*.block.attn1": ModulePlan(attention=_IMAGE_FIRST),
             "final_layer": ContextParallelOutput(1, 3),
         },
+        items={"encoder_hidden_states_llama3": 1},  # behind the layers of the text model
     ),
     # Text and image are one stream, and parted behind the last block.
     "Krea2Transformer2DModel": Known(
@@ -316,6 +330,7 @@ CLASSES: Mapping[str, Known] = {
             "layers.*": {"freqs_cis": ContextParallelInput(1, 3, streams=("x",), side=True)},
             "all_final_layer.*": ContextParallelOutput(1, 3),
         },
+        items=dict.fromkeys(("x", "cap_feats", "siglip_feats", "image_noise_mask"), 0),
     ),
     # Video from frames has a noise level per frame, and tokens are modulated one by one.
     "CosmosTransformer3DModel": Known(
@@ -356,3 +371,11 @@ def own_table(module: nn.Module) -> Table | None:
 
 def is_proven(module: nn.Module, plan: object) -> bool:
     return plan is None and known(module) is not None and "_cp_plan" not in vars(module)
+
+
+def item_dims(module: nn.Module, plan: ModulePlan | None) -> Dims:
+    """Return the arguments whose items are not simply the rows of their tensors: the dimension that counts them, which is 0 for
+    lists with an entry for each, or None where all items have them in common, however many rows there are."""
+    inputs, found = plan.inputs if plan is not None else {}, known(module)
+    tokens = (name for name, split in inputs.items() if getattr(split, "split_dim", None) == 0)
+    return {**dict.fromkeys(tokens), **(POSITIONS if found else {}), **(found.items if found else {})}

@@ -20,7 +20,8 @@ from ..engine.ranks.config import ContextParallelConfig, PipelineSettings
 from ..engine.ranks.mesh import SequenceMesh
 from ..errors import PlanError, bad_value
 from ..nested import form_of, map_tensors, tensors
-from .calls import ShardedCalls, enabled_caches, map_outputs
+from .batches import map_outputs
+from .calls import ShardedCalls, enabled_caches
 from .known import CLASSES, ENCODER, Table, known, own_table
 from .torch_function import shared_attention
 

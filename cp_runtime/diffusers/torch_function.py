@@ -187,6 +187,8 @@ class SharedAttention(TorchFunctionMode):
             PlanError: the plan does not say what the attention is over, or says something else.
         """
         call, scope, state = self._call, self._call.scope, self._call.state
+        if candidates and state.in_turn:
+            candidates = [call.next_in_turn()]
         known = [pair for pair in candidates if call.knows(pair)]
         if not known or not call.shares:
             if state.lengths and state.world_size > 1 and (candidates or not scope.by_plan):

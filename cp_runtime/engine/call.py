@@ -316,14 +316,18 @@ class RunningCall:
                 )
         return keys, None if queries is None else queries[(None,) * (4 - queries.ndim)].transpose(1, 2)
 
+    def next_in_turn(self) -> AttentionStreams:
+        """Return the streams of the next attention, where a transform knows in which turn they come."""
+        self._turn += 1
+        return self.state.in_turn[(self._turn - 1) % len(self.state.in_turn)]
+
     def _streams(self, queries: int, keys: int, mask: Tensor | None) -> AttentionStreams:
         """Find the streams of queries and keys by their lengths on this rank."""
         state = self.state
         if id(mask) in state.masked:
             return state.masked[id(mask)][1]
         if state.in_turn:
-            self._turn += 1
-            return state.in_turn[(self._turn - 1) % len(state.in_turn)]
+            return self.next_in_turn()
         candidates = list(filter(self.knows, self.scope.streams))
         if len(candidates) == 1:
             return candidates[0]

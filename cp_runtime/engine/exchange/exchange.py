@@ -256,17 +256,24 @@ class Exchange:
 
     def wait_for(self, arrival: Arrival, missing: int) -> None:
         """Wait until no more pieces of a message are missing. Those before it from the same rank come first."""
-        source, due = arrival.source, self._due[arrival.source]
-        # A signal carries no number. Senders raise it once per piece, in order, so it stands for the oldest message that lacks one.
+        source = arrival.source
         while arrival.missing > missing:
             self._take_signal(self.segments[source].ready[self.rank], source)
-            first = due[0]
-            first.missing -= 1
-            if not first.missing:
-                due.popleft()
-            first.at = self.segments[source].offset_of(self.rank, first.number)
-            if not first.missing and first.nbytes <= FEW:
-                first.keep()
+            self._note_piece(source)
+
+    def _note_piece(self, source: int) -> None:
+        """Note a signal of a sender. It carries no number: senders raise it once per piece, in order, so it stands for the oldest
+        message that lacks one."""
+        first = self._due[source][0]
+        first.missing -= 1
+        first.at = self.segments[source].offset_of(self.rank, first.number)
+        if first.missing:
+            return
+        self._due[source].popleft()
+        if first.nbytes <= FEW:
+            first.keep()
+        elif first.is_read:
+            self.post_reads(source)
 
     def post_reads(self, source: int) -> None:
         """Signal the sender once for every message that is read, in order."""
@@ -279,10 +286,13 @@ class Exchange:
 
     def _expect(self, source: int, nbytes: int) -> Arrival:
         self._release_abandoned()
-        numbers = self._numbers[source]
+        numbers, due = self._numbers[source], self._due[source]
+        # After errors nobody may wait for this sender again, who would run out of places.
+        while due and (due[0].is_read or due[0].nbytes <= FEW) and self._signals.try_take(self.segments[source].ready[self.rank]):
+            self._note_piece(source)
         arrival = Arrival(self, source, nbytes, numbers[1])
         numbers[1] += 1
-        self._due[source].append(arrival)
+        due.append(arrival)
         self._unread[source].append(arrival)
         return arrival
 

@@ -490,6 +490,7 @@ CASES = [
     Case("krea 2 batch 2", "krea 2", lambda: krea_2(2, (3, 7)), LTX_MASK),
     Case("z image", "z image", z_image),
     Case("z image controlnet", "z image", lambda: z_image(controlnet_block_samples={1: normal(1, 64, 48)})),
+    Case("z image batch 2", "z image", lambda: z_image(((12, 10),) * 2, (7, 40))),
     Case("z image batch 2 of two sizes", "z image", lambda: z_image(((12, 10), (8, 8)), (7, 40))),
     Case("cosmos", "cosmos", cosmos),
     Case("cosmos 2 from frames batch 2", "cosmos 2", lambda: cosmos(2, condition_mask=torch.ones(2, 1, 3, 6, 10),
@@ -498,14 +499,20 @@ CASES = [
     Case("cogview 4 mask batch 2", "cogview 4", lambda: cogview(2, attention_mask=padding(4, 6, length=7)), "attention_mask"),
     Case("glm image mask", "glm image", lambda: glm_image() | dict(attention_mask=padding(3, length=7).long()), "attention_mask"),
     Case("chronoedit token timesteps", "chronoedit", lambda: wan_i2v(timestep=token_timesteps(1, 60))),
+    Case("ltx 2 mask of keys batch 2", "ltx 2",
+        lambda: ltx_2(2, video_self_attention_mask=(~padding(20, 50, length=60)).float()), "video_self_attention_mask"),
     Case("ltx 2 mask of keys", "ltx 2", lambda: ltx_2(video_self_attention_mask=(~padding(20, length=60))[:, None, None].float())),
     Case("pixart masks batch 2", "pixart",
         lambda: pixart(2, (4, 6)) | dict(attention_mask=~padding(9, 20, length=30)), "attention_mask"),
+    # Biases of attention to text that differ between the tokens of the image.
+    Case("pixart bias", "pixart", lambda: pixart() | dict(encoder_attention_mask=normal(1, 30, 7))),
+    Case("allegro bias batch 2", "allegro", lambda: allegro(2, encoder_attention_mask=normal(2, 60, 7))),
     Case("allegro", "allegro", allegro, LTX_MASK),
     Case("allegro masks batch 2", "allegro", lambda: allegro(2, (5, 2), attention_mask=~padding(3, length=8)[:, None, :, None]
         .expand(2, 3, 8, 10)), "attention_mask"),
     Case("mochi", "mochi", lambda: mochi(4), LTX_MASK),
-    Case("mochi batch 2", "mochi", lambda: mochi(5, 5), LTX_MASK),
+    Case("mochi batch 2", "mochi", lambda: mochi(5, 3), LTX_MASK),
+    Case("mochi batch 3 one without text", "mochi", lambda: mochi(4, 0, 7), LTX_MASK),
     Case("mochi no text", "mochi", lambda: mochi(0)),
     Case("wan animate", "wan animate", wan_animate),
     Case("wan animate batch 2", "wan animate", lambda: wan_animate(2)),
@@ -517,11 +524,13 @@ CASES = [
 
 # The ways to share a sequence, by what is exchanged; the ones that need a number of ranks with two factors come last.
 MODES = ("ulysses", "ring alltoall", "ring allgather")
+BATCH = "batch"  # items on other ranks: only where there are several
 TWO_AXES = ("unified alltoall", "unified allgather")
 
 
 def turns(case: Case, world: int) -> tuple[str, ...]:
-    """The modes of a case on `world` ranks, by turns: on 2 and 3 ranks it runs in two of MODES, on 4 in one of TWO_AXES.
+    """The modes of a case on `world` ranks, by turns: on 2 and 3 ranks it runs in two of MODES, on 4 in one of TWO_AXES. Those of
+    several items also run with the items divided, on 2 ranks.
 
     Half of the cases run on 3 ranks, and the other half on 4; in `make soak` all of them do.
     """
@@ -530,11 +539,13 @@ def turns(case: Case, world: int) -> tuple[str, ...]:
         return ()
     if world == 4:
         return (TWO_AXES[turn // 2 % 2],) if SOAK or turn % 2 == 0 else ()
-    return (MODES[(turn + world) % len(MODES)],)
+    return (MODES[(turn + world) % len(MODES)], *((BATCH,) if world == 2 and "batch" in case.name else ()))
 
 
 def degrees(mode: str, world: int) -> dict[str, Any]:
     """Arguments of a config for `mode` on `world` ranks."""
+    if mode == BATCH:
+        return dict(batch_degree=world)
     kind, _, rotate = mode.partition(" ")
     shape = {"ulysses": (1, world), "ring": (world, 1), "unified": (world // 2, 2)}[kind]
     return dict(ring_degree=shape[0], ulysses_degree=shape[1], **({"rotate_method": rotate} if rotate else {}))
@@ -553,6 +564,7 @@ ON_TWO_RANKS = (
     "plans_that_say_too_little", "streams_in_no_order", "caches", "compiled", "errors_of_one_rank", "wrapped_before",
     "later_inputs", "weights_of_one_rank", "wrapped_forwards", "both_halves_cached", "left_out_on_purpose", "attended_another_way",
     "blocks_change_in_the_forward", "features_of_diffusers", "keys_and_values_kept", "more_messages_than_are_kept",
+    "what_is_remembered", "layers_skipped_for_some_items",
 )  # fmt: skip
 ON_TWO_AXES = ("configs", "meshes", "other_ways", "batch_axis", "batch_axis_alone", "fsdp")
 

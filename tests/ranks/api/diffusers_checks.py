@@ -6,9 +6,10 @@ from typing import Any
 
 import diffusers_pipelines as pipelines
 import torch
+import torch.distributed as dist
 from diffusers.models.transformers.transformer_flux2 import Flux2KVCache
 from diffusers.models.transformers.transformer_glm_image import GlmImageKVCache
-from diffusers_cases import CASES, MODES, degrees, flux, flux_2, glm_image, mochi, normal, padding, qwen
+from diffusers_cases import MODES, degrees, flux, flux_2, glm_image, ltx_2_3, normal, padding, qwen, sd3
 from diffusers_models import ANYTHING, build, close, forward, plan_of, refused, relative, same
 
 from cp_runtime import ContextParallelConfig, apply_context_parallel, remove_context_parallel
@@ -32,6 +33,11 @@ def more_messages_than_are_kept(rank: int, world: int) -> None:
     apply_context_parallel(model, ContextParallelConfig(ulysses_degree=world, **ANYTHING))
     for _ in range(3):
         close(relative(forward(model, inputs), expected))
+    handle = model.transformer_blocks[0].register_forward_pre_hook(partial(fails, True))  # before anything is exchanged
+    for _ in range(KEPT + 20):
+        refused(partial(forward, model, inputs), "of one rank", kind=RuntimeError)
+    handle.remove()
+    close(relative(forward(model, inputs), expected))
 
 
 def fails(does: bool, *_: Any) -> None:
@@ -85,6 +91,36 @@ def other_inputs(rank: int, world: int) -> None:
         refused(partial(apply_context_parallel, model, other, **more), *words)
 
 
+@torch.inference_mode(False)
+@torch.no_grad()
+def what_is_remembered(rank: int, world: int) -> None:
+    """Inputs and weights that a collective has written to: torch counts that only on the rank that they come from. And tensors that
+    have no numbers in memory, or others than they show."""
+    model, latent = build("flux"), normal(1, 30, 16).clone()
+    apply_context_parallel(model, ContextParallelConfig(ulysses_degree=world, **ANYTHING))
+    written = [latent, *model.parameters()]
+    inputs = flux(hidden_states=latent)
+    for _ in range(2):
+        before = forward(model, inputs)
+    for tensor in written if rank == 0 else ():
+        tensor.mul_(1.1)
+    for tensor in written:
+        dist.broadcast(tensor, 0)
+    model(**inputs)
+    assert relative((model(**inputs)[0],), before) > 1e-3
+    mine = flux(hidden_states=normal(1, 30, 16, seed=rank))
+    refused(lambda: model(**mine), "hidden_states on rank 1: not what rank 0 was given")
+    numbers = torch.randn(4, dtype=torch.cfloat)
+    for other in (
+        numbers.conj(),
+        numbers.conj().imag,
+        numbers.to_sparse(),
+        torch.quantize_per_tensor(numbers.real, 0.1, 0, torch.quint8),
+    ):
+        for _ in range(2):
+            model(**flux(joint_attention_kwargs={"unused": other}))
+
+
 def keys_and_values_kept(rank: int, world: int) -> None:
     """For later calls they are of some tokens only, on every rank."""
     for name, call in (("flux 2", flux_2() | dict(kv_cache_mode="extract", num_ref_tokens=10)), ("glm image", glm_image())):
@@ -110,14 +146,15 @@ def batch_axis(rank: int, world: int) -> None:
     model = build("flux")  # positions have a row for each token
     for inputs in (flux(batch=groups, text=groups), flux(batch=groups, height=1, width=groups)):
         same(model, config, inputs, forward(model, inputs), "as many tokens as items")
-    # Two noise levels, and a number for each of two layers.
-    for case in (case for case in CASES if case.name in ("minimax h3 odd batch 2", "wan vace batch 2 odd")):
-        model, inputs = build(case.model), case.make()
-        same(model, config, inputs, forward(model, inputs), case.name, plan_of(model))
-    model, inputs = build("mochi"), mochi(*range(3, 3 + groups))  # attention leaves padding out
-    expected, one_axis = forward(model, inputs), ContextParallelConfig(ulysses_degree=world, **ANYTHING)
-    same(model, config, inputs, expected, "texts of several lengths")
-    refused(partial(same, model, one_axis, inputs, expected), "got texts of 3 and 4", "batch_degree")
+
+
+def layers_skipped_for_some_items(rank: int, world: int) -> None:
+    """Guidance by skipped layers, on which groups of ranks attend a different number of times; numbers of layers are no items."""
+    config = ContextParallelConfig(batch_degree=world, **ANYTHING)
+    some = dict(spatio_temporal_guidance_blocks=[0, 1], perturbation_mask=torch.arange(2.0))
+    for name, inputs in (("ltx 2.3", ltx_2_3(2, **some)), ("sd3", sd3(2) | dict(skip_layers=[0, 1]))):
+        model = build(name)
+        same(model, config, inputs, forward(model, inputs), name)
 
 
 def batch_axis_alone(rank: int, world: int) -> None:

@@ -8,7 +8,7 @@ import diffusers_changes
 import diffusers_checks
 import diffusers_tokens
 import torch
-from diffusers_cases import CASES, MODES, TWO_AXES, checks_on, degrees, turns
+from diffusers_cases import BATCH, CASES, MODES, TWO_AXES, checks_on, degrees, turns
 from diffusers_configs import MODELS
 from diffusers_models import forward, model_of, plan_of, relative, stock
 from support.ranks import finish, of_all, report, start
@@ -29,7 +29,7 @@ def reach(model, inputs, expected, causal):
     return (change.amax(1 if change.ndim == 5 else 2).min() / expected[0].std()).item()
 
 
-modes = (*MODES, *(TWO_AXES if world == 4 else ()))
+modes = (*MODES, *{2: (BATCH,), 4: TWO_AXES}.get(world, ()))
 # One configuration for all models, as for a pipeline with two transformers.
 anything = {"ulysses_anything": True, "ring_anything": True, "ulysses_rounds": 2}
 configs = {mode: ContextParallelConfig(**degrees(mode, world), **anything) for mode in modes}
