@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -168,15 +169,58 @@ def test_parts_are_read_where_they_lie():
     assert all(one.segments[rank].size - one.segments[rank].begin <= 3 * 4096 for rank, one in enumerate(ranks))
 
 
-def test_a_few_bytes_hold_back_no_later_message():
-    """Read last, behind more messages than the sender keeps."""
+def test_a_number_for_all_ranks_waits_for_its_readers():
+    """While each rank by turns is a call ahead of the others."""
+    ranks, last = made(3), [0] * 3
+
+    def value(rank, turn):
+        return (turn, -turn << 40, (1 << 63) - turn)[rank]
+
+    for turn in range(1, 2 * segment.PLACES):
+        for rank, one in enumerate(ranks):
+            while last[rank] < turn + (rank == turn % 3):
+                last[rank] += 1
+                assert one.publish(value(rank, last[rank])) == last[rank]
+        assert [one.published(turn) for one in ranks] == [[value(rank, turn) for rank in range(3)]] * 3
+
+
+def test_a_number_is_waited_for_until_it_is_whole():
     one, other = made()
-    early, target = coming(other, 0, 8)
-    send(one, 1, numbers(8))
-    for turn in range(2 * segment.KEPT):
-        passes(one, other, numbers(100, turn))
-    early.wait()
-    assert torch.equal(target, numbers(8))
+    one.publish(5)
+    other.publish(6)
+    words, at = other.segments[1]._words, (segment.LINE + 16) // 8
+    whole, words[at + 1] = words[at + 1], 0  # as long as half of it is written
+
+    def finish():
+        time.sleep(0.05)
+        words[at + 1] = whole
+
+    thread = threading.Thread(target=finish)
+    thread.start()
+    assert one.published(1) == [5, 6]
+    thread.join()
+
+
+def test_a_number_that_never_comes_is_given_up(child):
+    """When the timeout is over, or the rank has ended."""
+    one, _ = made(timeout=0.3)
+    one.publish(5)
+    with pytest.raises(dist.DistBackendError, match=r"Timed out waiting 0\.3 s for rank 1"):
+        one.published(1)
+    one, _ = made(pids=[os.getpid(), child.pid])
+    one.publish(5)
+    child.kill()
+    with pytest.raises(dist.DistBackendError, match="the process of rank 1 of the group has ended"):
+        one.published(1)
+
+
+def test_errors_in_a_row_use_up_no_places():
+    """Messages that nobody waits for, and none behind them that somebody does."""
+    one, other = made(timeout=1.0)
+    for _ in range(2 * segment.KEPT):
+        send(one, 1, numbers(8))
+        coming(other, 0, 8)
+    passes(one, other, numbers(3))
 
 
 def test_what_is_made_and_never_sent_takes_no_memory():

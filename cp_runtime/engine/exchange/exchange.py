@@ -1,10 +1,11 @@
 """Messages between ranks of one computer through memory that all of them map.
 
 A sender copies a message into its own segment, once for all receivers, or makes it there, and goes on: only `KEPT` unread messages
-make it wait. The receiver copies it out, or computes from where it lies. Of a few bytes it keeps a copy as soon as they are there:
-they may be looked at long after later messages. A long one is announced piece by piece, so that one piece is read while the next
-is written. Sizes are known on both sides. Memory is used again when all receivers have read it; more is taken only where messages
-are larger, or more of them under way, than before.
+make it wait. The receiver copies it out, or computes from where it lies. A long one is announced piece by piece, so that one piece
+is read while the next is written. Sizes are known on both sides. Memory is used again when all receivers have read it; more is
+taken only where messages are larger, or more of them under way, than before.
+
+A single number for all ranks needs no message: it is published in the segment, and read there later.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ from .signals import OtherEnded, Signals, TookTooLong
 # Bytes. Each piece costs a signal and a call: 4.2 MB take 145 µs in pieces of 1 MB, and 84 in one (docs/performance.md). Larger
 # messages gain by pieces: the receiver copies one while the sender copies the next.
 PIECE = 8 << 20
-FEW = 64  # bytes of a message that is copied out at once
 MAX_SLACK = 2  # a message may take memory that is up to so many times as large; larger slots wait for larger messages
 TIMEOUT = 1800.0  # seconds, torch's default
 
@@ -51,22 +51,14 @@ class Slot:
 class Arrival:
     """A message from another rank, of a known size."""
 
-    __slots__ = ("_exchange", "_kept", "at", "is_read", "missing", "nbytes", "number", "source")
+    __slots__ = ("_exchange", "at", "is_read", "missing", "nbytes", "number", "source")
 
     def __init__(self, exchange: Exchange, source: int, nbytes: int, number: int) -> None:
         self._exchange, self.source, self.nbytes, self.number = exchange, source, nbytes, number
         self.at, self.missing, self.is_read = 0, pieces(nbytes), False
-        self._kept: Tensor | None = None
-
-    def keep(self) -> None:
-        """Copy it out and release it."""
-        self._kept = self.borrow(torch.uint8).clone()
-        self.release()
 
     def borrow(self, dtype: torch.dtype) -> Tensor:
         """Return it where it lies, until `release`."""
-        if self._kept is not None:
-            return self._kept.view(dtype)
         return self._exchange.segments[self.source].view(self.at, self.nbytes // dtype.itemsize, dtype)
 
     def copy_to(self, flat: Tensor, copies: Copies, after: Any) -> None:
@@ -77,7 +69,7 @@ class Arrival:
             self._exchange.wait_for(self, pieces(self.nbytes) - piece)
             count = min(PIECE, self.nbytes - at)
             target = flat if count == self.nbytes else flat[at : at + count]
-            source = segment.view_for(flat.device, self.at + at, count) if self._kept is None else self._kept
+            source = segment.view_for(flat.device, self.at + at, count)
             done = copies.start(target, source, after)
         copies.then(done, self.release)
         copies.wait_for(done)
@@ -178,6 +170,7 @@ class Exchange:
         self._due = [deque[Arrival]() for _ in segments]  # of which pieces are missing, by sender
         self._unread = [deque[Arrival]() for _ in segments]
         self._numbers = [[0, 0] for _ in segments]  # messages to and from a rank
+        self._published = 0  # numbers
         self.abandoned = deque[Callable[[], None]]()
         self._lock = Lock()  # `post_reads` also runs in the thread of `DeviceCopies`
         self._is_pinned = False  # a device's driver holds the pages, and `trim` must leave them
@@ -247,6 +240,23 @@ class Exchange:
             self._send(self._open, self._open.at, made.nbytes, others)
         return [self._expect(rank, arriving[rank]) if rank in others and arriving[rank] else None for rank in range(len(arriving))]
 
+    def publish(self, value: int) -> int:
+        """Publish a number of 64 bits to all ranks. Return the place for `published`, which is that of theirs, too."""
+        self._published += 1
+        self.segments[self.rank].publish(self._published, value)
+        return self._published
+
+    def published(self, place: int) -> list[int]:
+        """Return the numbers of all ranks at a place: until each has published `PLACES` more, which no rank does before it has read
+        these."""
+        return [self._published_by(rank, place) for rank in range(len(self.segments))]
+
+    def _published_by(self, rank: int, place: int) -> int:
+        segment = self.segments[rank]
+        while (value := segment.published(place)) is None:
+            self._wait(self._signals.until, lambda: segment.published(place) is not None, rank)
+        return value
+
     def has_read(self, slot: Slot) -> None:
         slot.readers -= 1
         if not slot.readers:
@@ -270,9 +280,7 @@ class Exchange:
         if first.missing:
             return
         self._due[source].popleft()
-        if first.nbytes <= FEW:
-            first.keep()
-        elif first.is_read:
+        if first.is_read:
             self.post_reads(source)
 
     def post_reads(self, source: int) -> None:
@@ -288,7 +296,7 @@ class Exchange:
         self._release_abandoned()
         numbers, due = self._numbers[source], self._due[source]
         # After errors nobody may wait for this sender again, who would run out of places.
-        while due and (due[0].is_read or due[0].nbytes <= FEW) and self._signals.try_take(self.segments[source].ready[self.rank]):
+        while due and due[0].is_read and self._signals.try_take(self.segments[source].ready[self.rank]):
             self._note_piece(source)
         arrival = Arrival(self, source, nbytes, numbers[1])
         numbers[1] += 1
@@ -359,9 +367,12 @@ class Exchange:
         self._open = None
 
     def _take_signal(self, semaphore: int, rank: int) -> None:
-        process = self._processes[rank]
+        self._wait(self._signals.take, semaphore, rank)
+
+    def _wait(self, wait: Callable[[Any, system.Process, float], None], what: Any, rank: int) -> None:
+        """Wait for a rank. `wait`, `what`: a function of `Signals`, and what it waits for."""
         try:
-            self._signals.take(semaphore, process, self._timeout)
+            wait(what, self._processes[rank], self._timeout)
         except OtherEnded:
             raise dist.DistBackendError(f"Connection closed by peer: the process of rank {rank} of the group has ended") from None
         except TookTooLong:

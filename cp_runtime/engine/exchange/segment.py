@@ -6,7 +6,8 @@ another process.
 | at | what |
 |---|---|
 | 0 | random numbers |
-| `LINE` + `LINK` * receiver | semaphore "ready", raised for every piece of a message to it |
+| `LINE` | the last `PLACES` numbers for all ranks |
+| `LINKS` + `LINK` * receiver | semaphore "ready", raised for every piece of a message to it |
 | + `SEMAPHORE` | semaphore "read", raised by the receiver for every message that it has read |
 | + 2 `SEMAPHORE` | places of the last `KEPT` messages to it |
 | behind them | messages |
@@ -28,7 +29,8 @@ from .signals import SEMAPHORE, Signals
 
 # The random numbers have a cache line of their own. A link has 240 offsets behind its semaphores: more messages than are ever
 # under way to one receiver, as a rule (`Exchange._send`).
-LINE, LINK = 64, 2048
+LINE, LINK, PLACES = 64, 2048, 64
+LINKS = LINE + 16 * PLACES
 KEPT = (LINK - 2 * SEMAPHORE) // 8
 VIEWS = 256  # tensors that are kept, as the same memory is used again: making one takes longer than a small message
 
@@ -49,7 +51,7 @@ class Segment:
     """
 
     def __init__(self, ranks: int, signals: Signals, owner: tuple[int, int] | None = None) -> None:
-        self.begin = -(-(LINE + LINK * ranks) // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.begin = -(-(LINKS + LINK * ranks) // mmap.PAGESIZE) * mmap.PAGESIZE
         if owner is None:
             self.fd = system.memory_fd("context-parallel-exchange")
             system.reserve(self.fd, self.begin)
@@ -59,7 +61,7 @@ class Segment:
         self._words = memoryview(self._head).cast("q")
         if owner is None:
             self._head[:16] = os.urandom(16)
-        address = address_of(self._head) + LINE
+        address = address_of(self._head) + LINKS
         links = range(address, address + LINK * ranks, LINK)
         signal = signals.make if owner is None else partial(signals.open, owner=owner[0])
         self.ready, self.read = [signal(link) for link in links], [signal(link + SEMAPHORE) for link in links]
@@ -79,11 +81,22 @@ class Segment:
     def publish_offset(self, receiver: int, message: int, at: int) -> None:
         """Publish the offset of a message."""
         # Before the semaphore is raised, which makes it visible to the receiver: see `signals`.
-        self._words[(LINE + LINK * receiver + 2 * SEMAPHORE) // 8 + message % KEPT] = at
+        self._words[(LINKS + LINK * receiver + 2 * SEMAPHORE) // 8 + message % KEPT] = at
 
     def offset_of(self, receiver: int, message: int) -> int:
         """Return the offset of a message."""
-        return self._words[(LINE + LINK * receiver + 2 * SEMAPHORE) // 8 + message % KEPT]
+        return self._words[(LINKS + LINK * receiver + 2 * SEMAPHORE) // 8 + message % KEPT]
+
+    def publish(self, place: int, value: int) -> None:
+        """Publish a number of 64 bits. `place`: from 1 on."""
+        at = LINE // 8 + 2 * (place % PLACES)
+        self._words[at], self._words[at + 1] = value, value ^ place
+
+    def published(self, place: int) -> int | None:
+        """Return the number at a place; None as long as there is another one, or half of it."""
+        at = LINE // 8 + 2 * (place % PLACES)
+        value, check = self._words[at], self._words[at + 1]
+        return value if value ^ check == place else None
 
     def grow(self, nbytes: int) -> tuple[int, int]:
         """Add room; return (where it is, its size). Raises OSError: the system has no more memory."""

@@ -8,11 +8,13 @@ writes there again.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from ...system import system
 
 SEMAPHORE = 64  # bytes: a cache line, so that two semaphores do not slow each other down
 SPINS = 100  # polls before sleeping: some 60 µs, as long as waking up takes
+POLL = 1e-3  # seconds between two looks where nothing signals
 LIVENESS_POLL = 0.05  # seconds between two checks that the other process lives: a dead one raises no semaphore
 
 
@@ -38,6 +40,20 @@ class Signals:
                 raise OtherEnded
             if time.monotonic() - began > timeout:
                 raise TookTooLong
+
+    def until(self, is_there: Callable[[], bool], other: system.Process, timeout: float) -> None:
+        """Wait until a function returns true. Raises OtherEnded or TookTooLong."""
+        for _ in range(SPINS):
+            if is_there():
+                return
+            system.yield_core()
+        began = time.monotonic()
+        while not is_there():
+            if other.has_ended and not is_there():
+                raise OtherEnded
+            if time.monotonic() - began > timeout:
+                raise TookTooLong
+            time.sleep(POLL)
 
 
 class OtherEnded(Exception):
