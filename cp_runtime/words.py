@@ -5,13 +5,16 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 LOCALES = Path(__file__).resolve().parents[1] / "locales"
 ENGLISH = "en"
-_PLACE = re.compile(r"\\\{(\w+)\\\}")  # after `re.escape`
+_PLACE = re.compile(r"\{(\w+)\}")
+FULL_STOPS = {"zh": "。", "ja": "。"}
+JOINT = 3  # letters of the longest, " and "
+LONGEST = 3000  # characters of an error; behind them is what other programs wrote
 
 
 class Words:
@@ -28,19 +31,38 @@ class Words:
         return str(text).format(**values)
 
     def error(self, text: str) -> str:
-        """Put an English error into this language: by the first sentence of errors.json that fits, and its parts likewise. A name
-        of a node or an input becomes the one that ComfyUI shows; what is not known stays as it is."""
-        for pattern, own in self._sentences:
-            if found := pattern.fullmatch(text):
-                return own.format(**{name: self.error(part) for name, part in found.groupdict().items()})
-        return self._names.get(text, text)
+        """Put an English error into this language: names of nodes and inputs become those that ComfyUI shows, and sentences of
+        errors.json, which may hold others in their {places}, its own. Of all ways to read the text, that one counts which leaves
+        the fewest letters in English."""
+        known = [each for each in self._sentences if all(part in text for part in each[0])]
+
+        @functools.cache
+        def read(part: str) -> tuple[float, str]:
+            """Return how many letters are read, and the text in this language."""
+            best = (len(part), self._names[part]) if part in self._names else (0, part)
+            for literals, own, letters in known:
+                for values in _between(literals, part):
+                    parts = [read(value) for value in values]
+                    if (found := letters + sum(count for count, _ in parts)) > best[0]:
+                        best = found, own.format(*(said for _, said in parts))
+            return best
+
+        sentence = text[:LONGEST].removesuffix(".")
+        letters, said = read(sentence)
+        stop = text[len(sentence) :]
+        return said + (FULL_STOPS.get(self.language, stop) if letters and stop == "." else stop)
 
     @functools.cached_property
-    def _sentences(self) -> list[tuple[re.Pattern[str], str]]:
-        """Patterns of English sentences, and the sentences in this language."""
-        texts: dict[str, str] = {} if self.language == ENGLISH else self._read("errors")
-        patterns = {_PLACE.sub(r"(?P<\1>.+?)", re.escape(english)): own for english, own in texts.items()}
-        return [(re.compile(pattern, re.DOTALL), own) for pattern, own in patterns.items()]
+    def _sentences(self) -> list[tuple[list[str], str, float]]:
+        """What stands between the places of English sentences; the sentences in this language, with numbers for places; and how
+        many letters are read with them. A joint such as ", or " is read only beside something else, and without need not at all."""
+        found, texts = [], {} if self.language == ENGLISH else self._read("errors")
+        for english, own in texts.items():
+            literals, names = _PLACE.split(english)[::2], _PLACE.findall(english)
+            numbers = {name: f"{{{at}}}" for at, name in enumerate(names)}
+            letters = sum(map(str.isalpha, "".join(literals)))
+            found.append((literals, own.format(**numbers), letters if letters > JOINT else -0.1))
+        return found
 
     @functools.cached_property
     def _names(self) -> dict[str, str]:
@@ -86,6 +108,21 @@ class Words:
         """Put the mesh of a call into words. `degrees`: a rank's, by axis. `at_work`: ranks that shared it; None = unknown."""
         named = " × ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)
         return named or (self.say("node.one_at_work") if at_work in (None, 1) else self.say("node.at_work", count=at_work))
+
+
+def _between(literals: list[str], text: str) -> Iterator[tuple[str, ...]]:
+    """Yield what stands between these parts of a text, in all ways in which they make it up; nowhere is nothing."""
+    first, *rest = literals
+    if not rest and text == first:
+        yield ()
+    if not rest or not text.startswith(first):
+        return
+    left = text[len(first) :]
+    at = left.find(rest[0], 1 if len(rest) > 1 else max(1, len(left) - len(rest[0])))
+    while at > 0:
+        for more in _between(rest, left[at:]):
+            yield left[:at], *more
+        at = left.find(rest[0], at + 1)
 
 
 words_in = functools.cache(Words)

@@ -53,7 +53,7 @@ def check_model(patcher: Any, config: RuntimeConfig) -> None:
     except PlanError as error:
         packs = ", ".join(map(os.path.basename, ModelFingerprint(patcher, classes_of(model)).packs))
         by = f" A node pack replaced code of the model ({packs}). {OF_MODEL}" if packs else ""
-        raise UnsupportedError(f"{error}{by}") from error
+        raise UnsupportedError(f"{str(error).rstrip('.')}.{by}") from error
     except MirrorError as error:
         raise UnsupportedError(f"{str(error).rstrip('.')}. {OF_MODEL}") from error
     options_for_ranks(patcher.model_options.get("transformer_options", {}), patcher, config, again=True)

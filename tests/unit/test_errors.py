@@ -1,0 +1,159 @@
+"""The errors that a user of the nodes can meet, in every language: no English is left in them but names."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cp_runtime.pool.settings import label_of
+from cp_runtime.words import words_in
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+ERRORS = (
+    "UnsupportedError", "ConfigError", "PlanError", "MirrorError", "PatchError", "PoolError", "PoolTimeout", "ChangedFileError",
+    "PatchInterrupt", "UnsentError", "_Refused", "unsent",
+)  # fmt: skip
+VALUE = "v.w"
+"""Stands for what only a run knows: a name, a number, another error."""
+FRAGMENTS = ("pool/failures.py", "pool/hosts.py", "pool/launcher.py")
+"""Files that put errors together piece by piece: each piece is looked at by itself."""
+API = ("cp_runtime/diffusers/", "engine/ranks/config.py", "engine/ranks/mesh.py", "engine/ranks/profiling.py", "engine/attention/kernels.py")
+FOR_AUTHORS = re.compile(r"Plan\(|the plan\b|planned|Correct the|Correct within|Give names as|Plan another|own processor|ContextParallel(In|Out)put|torchrun|init_process_group|inference_mode|_cp_plan")
+"""Whoever writes a plan, or calls this from Python, reads English."""
+FOREIGN = re.compile(r"[|\\\\]|timed out$|No route|busy or|can't start|Resource temp|most recent|^,|not reached$|no answer|What it wrote")
+"""Texts of other programs, and pieces of our own that begin or end inside a sentence."""
+NAMES = re.compile(
+    r"single device|Torch Compile|backend cudagraphs|Patch Sage Attention KJ|MultiGPU CFG Split|Model Sparse Attention|ssh -o BatchMode=yes|pip install|git pull"
+    r"|nvidia-smi [-\w ]+|[\w/.-]*/[\w/.-]*|`[^`]*`|[\w.]*[._=:(][\w.=():-]*|<[^>]*>"
+)
+RUN = re.compile(r"[A-Za-z][a-z']*,? [A-Za-z]?[a-z']+")
+
+
+class Texts:
+    """The strings that an expression may have, as far as the code tells."""
+
+    def __init__(self, path: Path, others: dict[str, Texts]) -> None:
+        self.tree, self.others, self.name = ast.parse(path.read_text()), others, str(path.relative_to(CHECKOUT))
+        self.scopes: dict[ast.AST, str] = {}  # the function around a node
+        self.assigned: dict[tuple[str, str], list[ast.expr]] = defaultdict(list)  # to a name in a function, "" outside of all
+        self.returned: dict[tuple[str, str], list[ast.expr]] = defaultdict(list)
+        for node in ast.walk(self.tree):  # the outer functions first
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                self.scopes |= dict.fromkeys(ast.walk(node), node.name)
+        for node in ast.walk(self.tree):
+            if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+                for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                    self._assign(target, node.value)
+            elif isinstance(node, ast.Return) and node.value is not None:
+                self.returned["", self.scopes[node]].append(node.value)
+
+    def _assign(self, target: ast.expr, value: ast.expr) -> None:
+        if isinstance(target, ast.Name):
+            self.assigned[self.scopes.get(target, ""), target.id].append(value)
+        elif isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+            for each, part in zip(target.elts, value.elts, strict=True):
+                self._assign(each, part)
+
+    def of(self, node: ast.expr, depth: int = 6) -> list[str]:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            return [node.value]
+        if isinstance(node, ast.JoinedStr):
+            return self._products([part.value if isinstance(part, ast.FormattedValue) else part for part in node.values], depth)
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+            return self._products([node.left, node.right], depth)
+        if isinstance(node, ast.IfExp):
+            return self.of(node.body, depth) + self.of(node.orelse, depth)
+        if isinstance(node, ast.Dict):
+            return [text for value in node.values for text in self.of(value, depth)]
+        if isinstance(node, ast.Name) and depth:
+            return self._found("assigned", node.id, self.scopes.get(node, ""), depth)
+        if isinstance(node, ast.Subscript):
+            return self.of(node.value, depth)
+        if isinstance(node, ast.Call):
+            return self._of_call(node, depth)
+        return [VALUE]
+
+    def _of_call(self, node: ast.Call, depth: int) -> list[str]:
+        if isinstance(node.func, ast.Attribute) and node.func.attr in ("rstrip", "strip", "get", "format"):
+            return self.of(node.func.value, depth)
+        if not isinstance(node.func, ast.Name) or not depth:
+            return [VALUE]
+        if node.func.id == "label_of":
+            return [label_of(text) for text in self.of(node.args[0]) if text != VALUE]
+        if node.func.id == "with_labels":
+            return self.of(node.args[0], depth)
+        return self._found("returned", node.func.id, "", depth)
+
+    def _found(self, kind: str, name: str, scope: str, depth: int) -> list[str]:
+        """The texts of a name in a function, of this file or of another one."""
+        for each, at in ((self, (scope, name)), *((each, ("", name)) for each in (self, *self.others.values()))):
+            if at in getattr(each, kind):
+                texts = [text for value in getattr(each, kind)[at] for text in each.of(value, depth - 1)]
+                sentences = list(dict.fromkeys(text for text in texts if " " in text))
+                return sentences + [""] * ("" in texts) if sentences else [VALUE]
+        return [VALUE]
+
+    def _products(self, parts: list[ast.expr], depth: int) -> list[str]:
+        return ["".join(each) for each in itertools.islice(itertools.product(*(self.of(part, depth) for part in parts)), 200)]
+
+    def errors(self) -> Iterator[str]:
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Call):
+                name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+                if node.args and (name in ERRORS or (name == "__init__" and self.name.endswith("errors.py"))):
+                    yield from self.of(node.args[0])
+                elif name == "bad_value":
+                    yield from self._bad_values(*node.args)
+            elif isinstance(node, ast.Yield) and node.value is not None:
+                yield from (text for text in self.of(node.value) if text.endswith("."))
+            elif isinstance(node, ast.keyword) and node.arg in ("unstaged", "remedy"):
+                yield from self.of(node.value)
+        if self.name.endswith(FRAGMENTS):
+            yield from self._fragments()
+
+    def _bad_values(self, field: ast.expr, got: ast.expr, allowed: ast.expr, remedy: ast.expr) -> Iterator[str]:
+        for parts in itertools.product(self.of(field), self.of(allowed), self.of(remedy)):
+            yield "{0}: {2} Got v.w; allowed: {1}.".format(*parts)
+
+    def _fragments(self) -> Iterator[str]:
+        silent = {id(part) for node in ast.walk(self.tree) if isinstance(node, ast.Expr) for part in ast.walk(node)}  # docstrings, logs
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.JoinedStr):
+                silent |= {id(part) for part in ast.walk(node)} - {id(node)}
+            if isinstance(node, (ast.JoinedStr, ast.Constant)) and id(node) not in silent:
+                yield from (text.strip() for text in self.of(node) if re.search(r"[a-z] [a-z]", text) and not FOREIGN.search(text))
+
+
+def said() -> dict[str, str]:
+    """All errors, and where they are."""
+    files: dict[str, Texts] = {}
+    for folder in ("cp_runtime", "nodes"):
+        for path in sorted((CHECKOUT / folder).rglob("*.py")):
+            files[str(path)] = Texts(path, files)
+    return {
+        re.sub(r"v\.w (?=[A-Z])", "v.w. ", text.partition("\n\n")[0].replace("{path}", VALUE)): each.name
+        for each in files.values()
+        if not any(part in each.name for part in API)
+        for text in each.errors()
+        if not FOR_AUTHORS.search(text)
+    }
+
+
+SAID = said()
+
+
+def english_in(text: str) -> list[str]:
+    return RUN.findall(NAMES.sub("·", text))
+
+
+@pytest.mark.parametrize("language", ["zh", "ja"])
+def test_no_error_is_left_in_english(language):
+    words = words_in(language)
+    left = {f"{where}: {text}": words.error(text) for text, where in SAID.items() if english_in(words.error(text))}
+    assert left == {}
