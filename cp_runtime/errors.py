@@ -109,9 +109,8 @@ def bad_value(field: str, got: object, allowed: str, remedy: str) -> ConfigError
 
 def check_choice(name: str, value: object, options: Sequence[str]) -> None:
     if value not in options:
-        two = len(options) == 2
-        remedy = "Choose one of them." if two else "Leave it at auto unless you know better."
-        raise bad_value(name, value, (" or " if two else ", ").join(options), remedy)
+        remedy = "Choose one of them." if len(options) == 2 else "Leave it at auto unless you know better."
+        raise bad_value(name, value, ", ".join(options), remedy)
 
 
 def check_switch(name: str, value: object) -> None:

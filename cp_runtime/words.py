@@ -7,14 +7,41 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 LOCALES = Path(__file__).resolve().parents[1] / "locales"
 ENGLISH = "en"
 _PLACE = re.compile(r"\{(\w+)\}")
+GAP = "\0"  # between a place and what is beside it: a space, but not between two characters of these languages
+_SEAM, _CLOSE = (
+    re.compile(r" (?={)|(?<=}) "),
+    re.compile(r"(?<=[“-”\u3000-\u9fff\uff00-\uffef])\0(?=[“-”\u3000-\u9fff\uff00-\uffef])"),
+)
+HOLD_SENTENCES = ("one", "other", "sentence", "why", "remedy", "allowed", "details")
 FULL_STOPS = {"zh": "。", "ja": "。"}
 JOINT = 3  # letters of the longest, " and "
-LONGEST = 3000  # characters of an error; behind them is what other programs wrote
+MOST_PARTS = 80  # of an error; behind them is what other programs wrote
+_PART_END = re.compile(r"[.:,] |\n")
+
+
+class _Sentence(NamedTuple):
+    """An English sentence, or a name: what stands between its places, these, and itself in another language, with numbers for them.
+
+    `letters`: how many are read with it. A joint such as ", or " is read only beside something else, and without need not at all.
+    """
+
+    literals: list[str]
+    places: list[str]
+    own: str
+    is_name: bool
+    letters: float
+
+    @classmethod
+    def of(cls, english: str, own: str, is_name: bool) -> _Sentence:
+        literals, places = _PLACE.split(english)[::2], _PLACE.findall(english)
+        numbered = own.format(**{name: f"{{{at}}}" for at, name in enumerate(places)})
+        letters = sum(map(str.isalpha, "".join(literals)))
+        return cls(literals, places, _SEAM.sub(GAP, numbered), is_name, letters if letters > JOINT else -0.1)
 
 
 class Words:
@@ -31,38 +58,34 @@ class Words:
         return str(text).format(**values)
 
     def error(self, text: str) -> str:
-        """Put an English error into this language: names of nodes and inputs become those that ComfyUI shows, and sentences of
-        errors.json, which may hold others in their {places}, its own. Of all ways to read the text, that one counts which leaves
-        the fewest letters in English."""
-        known = [each for each in self._sentences if all(part in text for part in each[0])]
+        """Put an English error into this language, by errors.json: its sentences, with others in such {places} as HOLD_SENTENCES,
+        and its names in the rest. Names of nodes and inputs become those that ComfyUI shows. Of all ways to read the text, that one
+        counts which leaves the fewest letters in English, with the first sentence of the file around the others."""
+        known = [each for each in self._sentences if all(part in text for part in each.literals)]
 
         @functools.cache
-        def read(part: str) -> tuple[float, str]:
+        def read(part: str, is_name: bool) -> tuple[float, str]:
             """Return how many letters are read, and the text in this language."""
             best = (len(part), self._names[part]) if part in self._names else (0, part)
-            for literals, own, letters in known:
-                for values in _between(literals, part):
-                    parts = [read(value) for value in values]
-                    if (found := letters + sum(count for count, _ in parts)) > best[0]:
-                        best = found, own.format(*(said for _, said in parts))
+            fitting = [each for each in known if each.is_name >= is_name and all(one in part for one in each.literals)]
+            for each in fitting if any(each.letters > 0 for each in fitting) else ():
+                for values in _between(each.literals, part):
+                    parts = [read(value, place not in HOLD_SENTENCES) for value, place in zip(values, each.places, strict=True)]
+                    if (found := each.letters + sum(count for count, _ in parts)) > best[0]:
+                        best = found, each.own.format(*(said for _, said in parts))
             return best
 
-        sentence = text[:LONGEST].removesuffix(".")
-        letters, said = read(sentence)
+        ends = [*(each.end() for each in _PART_END.finditer(text)), len(text)]
+        sentence = text[: ends[:MOST_PARTS][-1]].removesuffix(".")
+        letters, said = read(sentence, False)
         stop = text[len(sentence) :]
+        said = _CLOSE.sub("", said).replace(GAP, " ")
         return said + (FULL_STOPS.get(self.language, stop) if letters and stop == "." else stop)
 
     @functools.cached_property
-    def _sentences(self) -> list[tuple[list[str], str, float]]:
-        """What stands between the places of English sentences; the sentences in this language, with numbers for places; and how
-        many letters are read with them. A joint such as ", or " is read only beside something else, and without need not at all."""
-        found, texts = [], {} if self.language == ENGLISH else self._read("errors")
-        for english, own in texts.items():
-            literals, names = _PLACE.split(english)[::2], _PLACE.findall(english)
-            numbers = {name: f"{{{at}}}" for at, name in enumerate(names)}
-            letters = sum(map(str.isalpha, "".join(literals)))
-            found.append((literals, own.format(**numbers), letters if letters > JOINT else -0.1))
-        return found
+    def _sentences(self) -> list[_Sentence]:
+        texts = {} if self.language == ENGLISH else self._read("errors")
+        return [_Sentence.of(*pair, group == "names") for group, pairs in texts.items() for pair in pairs.items()]
 
     @functools.cached_property
     def _names(self) -> dict[str, str]:

@@ -7,7 +7,6 @@ from typing import Any
 from comfy_api.latest import io
 
 from ..cp_runtime.comfy.ui.runtime import device_inventory
-from ..cp_runtime.comfy.ui.server import words_now
 from ..cp_runtime.errors import ConfigError
 from ..cp_runtime.pool.config import RuntimeConfig
 from ..cp_runtime.pool.settings import SETTINGS, Setting, with_labels
@@ -98,4 +97,4 @@ class CPConfig(io.ComfyNode):
         try:
             return io.NodeOutput(RuntimeConfig.resolve(inventory=device_inventory(), **inputs))
         except ConfigError as error:
-            raise ConfigError(with_labels(str(error), words_now().error)) from None
+            raise ConfigError(with_labels(str(error))) from None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from comfy_api.latest import io, ui
 
 from ..cp_runtime.comfy.ui.report import shown
@@ -28,6 +30,11 @@ class CPReport(io.ComfyNode):
             ],
             is_output_node=True,
         )
+
+    @classmethod
+    def fingerprint_inputs(cls, **_: Any) -> str:
+        """Name the language that it is shown in: ComfyUI runs the node again for another one."""
+        return words_now().language
 
     @classmethod
     def execute(cls, report: str) -> io.NodeOutput:

@@ -5,7 +5,7 @@ import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
 import { make } from "./panel/elements.js";
 import { makePanel } from "./panel/panel.js";
-import { languageNow, loadTexts, onLanguage, t } from "./panel/texts.js";
+import { languageNow, loadTexts, onLanguage, spoken, t } from "./panel/texts.js";
 
 const EVENT = "context_parallel.status";
 const STATUS = "/context_parallel/status";
@@ -39,7 +39,7 @@ async function send(method, path, summary, body) {
     const answer = await (await api.fetchApi(path, { method, body: body && JSON.stringify(body) })).json();
     version += 1;
     status = answer.status;
-    problem = answer.error;
+    problem = answer.error && spoken({ message: answer.error, translations: answer.translations });
   } catch (error) {
     problem = String(error);
   }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -178,10 +177,10 @@ def label_of(name: str) -> str:
     return f"“{SETTINGS[name].label}” of CP Config"
 
 
-def with_labels(message: str, said: Callable[[str], str] = str) -> str:
-    """Put the labels that users see, each `said` in their language, in front of the names that an error of settings begins with."""
+def with_labels(message: str) -> str:
+    """Put the labels that users see in front of the names that an error of settings begins with."""
     names, colon, rest = message.partition(":")
     parts = names.split(" x ")
     if not all(part in SETTINGS for part in parts):
         return message
-    return " x ".join(f"{said(SETTINGS[part].label)} ({part})" for part in parts) + colon + rest
+    return " x ".join(f"{SETTINGS[part].label} ({part})" for part in parts) + colon + rest

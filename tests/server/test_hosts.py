@@ -17,7 +17,13 @@ from support.ssh import started
 
 HOSTS = "/context_parallel/hosts"
 ENHANCED = {"latent": ["latent", 0], "weight": 4.0}
-READY = {"host": "gpubox", "state": "ready", "reason": "", "devices": [{"name": "gpubox/cpu", "title": "", "memory": 0}]}
+READY = {
+    "host": "gpubox",
+    "state": "ready",
+    "reason": "",
+    "translations": {"zh": "", "ja": ""},
+    "devices": [{"name": "gpubox/cpu", "title": "", "memory": 0}],
+}
 
 
 def look(server, host):

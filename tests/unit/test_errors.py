@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import itertools
+import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from cp_runtime.pool.settings import label_of
-from cp_runtime.words import words_in
+from cp_runtime.words import HOLD_SENTENCES, JOINT, words_in
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 ERRORS = (
@@ -23,10 +24,20 @@ VALUE = "v.w"
 """Stands for what only a run knows: a name, a number, another error."""
 FRAGMENTS = ("pool/failures.py", "pool/hosts.py", "pool/launcher.py")
 """Files that put errors together piece by piece: each piece is looked at by itself."""
-API = ("cp_runtime/diffusers/", "engine/ranks/config.py", "engine/ranks/mesh.py", "engine/ranks/profiling.py", "engine/attention/kernels.py")
-FOR_AUTHORS = re.compile(r"Plan\(|the plan\b|planned|Correct the|Correct within|Give names as|Plan another|own processor|ContextParallel(In|Out)put|torchrun|init_process_group|inference_mode|_cp_plan")
+API = (
+    "cp_runtime/diffusers/",
+    "engine/ranks/config.py",
+    "engine/ranks/mesh.py",
+    "engine/ranks/profiling.py",
+    "engine/attention/kernels.py",
+)
+FOR_AUTHORS = re.compile(
+    r"Plan\(|the plan\b|planned|Correct the|Correct within|Give names as|Plan another|own processor|ContextParallel(In|Out)put|torchrun|init_process_group|inference_mode|_cp_plan"
+)
 """Whoever writes a plan, or calls this from Python, reads English."""
-FOREIGN = re.compile(r"[|\\\\]|timed out$|No route|busy or|can't start|Resource temp|most recent|^,|not reached$|no answer|What it wrote")
+FOREIGN = re.compile(
+    r"[|\\\\]|timed out$|No route|busy or|can't start|Resource temp|most recent|^,|not reached$|no answer|What it wrote"
+)
 """Texts of other programs, and pieces of our own that begin or end inside a sentence."""
 NAMES = re.compile(
     r"single device|Torch Compile|backend cudagraphs|Patch Sage Attention KJ|MultiGPU CFG Split|Model Sparse Attention|ssh -o BatchMode=yes|pip install|git pull"
@@ -122,7 +133,9 @@ class Texts:
             yield "{0}: {2} Got v.w; allowed: {1}.".format(*parts)
 
     def _fragments(self) -> Iterator[str]:
-        silent = {id(part) for node in ast.walk(self.tree) if isinstance(node, ast.Expr) for part in ast.walk(node)}  # docstrings, logs
+        silent = {
+            id(part) for node in ast.walk(self.tree) if isinstance(node, ast.Expr) for part in ast.walk(node)
+        }  # docstrings, logs
         for node in ast.walk(self.tree):
             if isinstance(node, ast.JoinedStr):
                 silent |= {id(part) for part in ast.walk(node)} - {id(node)}
@@ -157,3 +170,31 @@ def test_no_error_is_left_in_english(language):
     words = words_in(language)
     left = {f"{where}: {text}": words.error(text) for text, where in SAID.items() if english_in(words.error(text))}
     assert left == {}
+
+
+TEXTS = json.loads((CHECKOUT / "locales" / "zh" / "errors.json").read_text())
+PLACE = re.compile(r"{(\w+)}")
+
+
+def filled(texts: str, **values: str) -> str:
+    return PLACE.sub(lambda place: values.get(place[1], VALUE), texts)
+
+
+def tight(text: str) -> str:
+    """A text without spaces: they depend on what is beside them."""
+    return text.replace(" ", "")
+
+
+@pytest.mark.parametrize("place", ["node", "code", "why"])
+def test_sentences_in_sentences_are_read_whole(place):
+    """Wherever a sentence holds another one, or names a node; every third pair, as there are thousands."""
+    words, wrong = words_in("zh"), []
+    outer = [each for each in TEXTS["sentences"].items() if f"{{{place}}}" in each[0]]
+    inner = [*TEXTS["sentences" if place in HOLD_SENTENCES else "names"].items()]
+    whole = [each for each in inner if len(re.sub(r"{\w+}|[^a-zA-Z]", "", each[0])) > JOINT]
+    for (text, own), (part, own_part) in [*itertools.product(outer, whole)][::3]:
+        error = f"{filled(text, **{place: filled(part)})}. Remove that node."
+        expected = f"{filled(own, **{place: filled(own_part)})}。{TEXTS['sentences']['Remove that node']}。"
+        if tight(words.error(error)) != tight(expected):
+            wrong.append((error, words.error(error)))
+    assert wrong == []

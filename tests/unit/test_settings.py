@@ -58,7 +58,7 @@ def test_errors_of_the_node_begin_with_the_labels_that_it_shows():
     assert with_labels("devices: Leave it empty.") == "which GPUs (devices): Leave it empty."
     assert with_labels("shares: Leave them empty: measured.").startswith(f"{CP_CONFIG['shares'].label} (shares): Leave")
     label = words_in("zh").error(CP_CONFIG["devices"].label)
-    assert with_labels("devices: Go.", words_in("zh").error) == f"{label} (devices): Go."
+    assert words_in("zh").error(with_labels("devices: Leave it empty for the first devices.")).startswith(f"{label}（devices）：")
     assert label != CP_CONFIG["devices"].label
     ring, ulysses = (f"{CP_CONFIG[name].label} ({name})" for name in ("ring_degree", "ulysses_degree"))
     assert with_labels("ring_degree x ulysses_degree: Change a degree.") == f"{ring} x {ulysses}: Change a degree."

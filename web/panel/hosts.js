@@ -2,7 +2,7 @@
 
 import { choice, foundDevices, labelOf } from "../devices.js";
 import { button, copyButton, make } from "./elements.js";
-import { t } from "./texts.js";
+import { spoken, t } from "./texts.js";
 
 const COLOURS = { ready: "computing", working: "computing", checking: "loading" }; // those of the ranks' states
 
@@ -77,7 +77,8 @@ function lineOf(host) {
     state.textContent = t(`hosts.state.${now.state}`);
     state.className = `cp-state cp-${COLOURS[now.state] ?? "failed"}`;
     own.textContent = now.devices.map(labelOf).join("\n");
-    if (reason.textContent !== now.reason) reason.textContent = now.reason; // it may be selected
+    const why = spoken({ message: now.reason, translations: now.translations });
+    if (reason.textContent !== why) reason.textContent = why; // it may be selected
     reason.hidden = !now.reason;
     const further = now.devices.map((device) => device.name).filter((name) => !names.includes(name));
     text.textContent = [...names, ...further].join(", ");

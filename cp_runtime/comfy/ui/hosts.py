@@ -12,6 +12,7 @@ from ...pool.config import check_host, split_device
 from ...pool.hosts import UNREACHED, check
 from ...pool.worker_pool import WorkerPool
 from ...recent import Recent
+from ...words import translations
 from .runtime import CONTROLLER, device_inventory, worker_site
 
 CHECKING, WORKING = "checking", "working"
@@ -20,7 +21,7 @@ REMEMBERED_HOSTS = 20  # hosts that are remembered
 
 class Hosts:
     """What is known of other computers: each its `host`, `state` (CHECKING, WORKING or one of `pool.hosts`), the `reason` why it
-    cannot work, and its `devices`, by the names that CP Config takes."""
+    cannot work, with `translations`, and its `devices`, by the names that CP Config takes."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -50,7 +51,7 @@ class Hosts:
         for host in pool.hosts:
             own = [{"name": name, "title": title, "memory": 0} for name, title in ranks if split_device(name)[0] == host]
             known = found.get(host, {}).get("devices")
-            found[host] = {"host": host, "state": WORKING, "reason": "", "devices": known or own}
+            found[host] = _told(host, WORKING, "", known or own)
         return list(found.values())
 
     def _run(self, host: str, future: Future[dict[str, Any]]) -> None:
@@ -65,9 +66,13 @@ class Hosts:
         future.set_result(found)
 
     def _note(self, host: str, state: str, reason: str, devices: list[dict[str, Any]]) -> dict[str, Any]:
-        found = self._checked[host] = {"host": host, "state": state, "reason": reason, "devices": devices}
+        found = self._checked[host] = _told(host, state, reason, devices)
         CONTROLLER.journal.changed.set()
         return found
+
+
+def _told(host: str, state: str, reason: str, devices: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"host": host, "state": state, "reason": reason, "translations": translations(reason), "devices": devices}
 
 
 HOSTS = Hosts()

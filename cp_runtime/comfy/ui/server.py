@@ -20,7 +20,7 @@ from aiohttp import web
 from ...controller.journal import public_message
 from ...controller.run_stats import Node
 from ...errors import ContextParallelError, bad_value
-from ...words import ENGLISH, Words, words_in
+from ...words import ENGLISH, Words, translations, words_in
 from .hosts import HOSTS
 from .runtime import CONTROLLER, found_devices, prefer
 from .status import ending, snapshot
@@ -64,7 +64,7 @@ def add_routes(server: Any) -> None:
         try:
             return await answer(restarted=await asyncio.wrap_future(CONTROLLER.restart()), error=None)
         except ContextParallelError as error:
-            return await answer(500, restarted=False, error=public_message(error))
+            return await answer(500, restarted=False, **_said(error))
 
     @routes.post("/context_parallel/measure")
     async def post_measure(_: web.Request) -> web.Response:
@@ -89,7 +89,7 @@ def add_routes(server: Any) -> None:
         try:
             await asyncio.to_thread(prefer, await _asked(request))
         except ContextParallelError as error:
-            return await answer(400, error=public_message(error))
+            return await answer(400, **_said(error))
         return await answer(error=None)
 
     @routes.post("/context_parallel/hosts")
@@ -102,7 +102,7 @@ def add_routes(server: Any) -> None:
                 raise bad_value("body", asked, '{"host": "gpubox"}', "Send the name of one host.")
             return await answer(error=None, **await asyncio.wrap_future(HOSTS.check(asked["host"])))
         except ContextParallelError as error:
-            return await answer(400, error=public_message(error))
+            return await answer(400, **_said(error))
 
     @routes.post("/context_parallel/language")
     async def post_language(request: web.Request) -> web.Response:
@@ -113,12 +113,18 @@ def add_routes(server: Any) -> None:
             if asked.keys() != {"client", "language"} or len(texts) < 2:
                 raise bad_value("language", asked, '{"client": id, "language": "zh"}', "Send both, as text.")
         except ContextParallelError as error:
-            return web.json_response({"error": public_message(error)}, status=400)
+            return web.json_response(_said(error), status=400)
         LANGUAGES.pop(asked["client"], None)
         LANGUAGES[asked["client"]] = asked["language"]
         while len(LANGUAGES) > REMEMBERED_BROWSERS:
             del LANGUAGES[next(iter(LANGUAGES))]
         return web.json_response({"error": None})
+
+
+def _said(error: Exception) -> dict[str, Any]:
+    """Return an error as the routes answer it: `{"error": …, "translations": {"zh": …}}`."""
+    message = public_message(error)
+    return {"error": message, "translations": translations(message)}
 
 
 async def _asked(request: web.Request) -> dict[str, Any]:
