@@ -62,13 +62,15 @@ class Words:
         and its names in the rest. Names of nodes and inputs become those that ComfyUI shows. Of all ways to read the text, that one
         counts which leaves the fewest letters in English, with the first sentence of the file around the others."""
         known = [each for each in self._sentences if all(part in text for part in each.literals)]
+        names = [name for name in self._names if name in text]
 
         @functools.cache
         def read(part: str, is_name: bool) -> tuple[float, str]:
             """Return how many letters are read, and the text in this language."""
             best = (len(part), self._names[part]) if part in self._names else (0, part)
             fitting = [each for each in known if each.is_name >= is_name and all(one in part for one in each.literals)]
-            for each in fitting if any(each.letters > 0 for each in fitting) else ():
+            worth = any(each.letters > 0 for each in fitting) or any(name in part for name in names)
+            for each in fitting if worth else ():
                 for values in _between(each.literals, part):
                     parts = [read(value, place not in HOLD_SENTENCES) for value, place in zip(values, each.places, strict=True)]
                     if (found := each.letters + sum(count for count, _ in parts)) > best[0]:

@@ -6,6 +6,7 @@ import ast
 import itertools
 import json
 import re
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,7 +33,8 @@ API = (
     "engine/attention/kernels.py",
 )
 FOR_AUTHORS = re.compile(
-    r"Plan\(|the plan\b|planned|Correct the|Correct within|Give names as|Plan another|own processor|ContextParallel(In|Out)put|torchrun|init_process_group|inference_mode|_cp_plan"
+    r"Plan\(|the plan\b|planned|Correct the|Correct within|Give names as|Plan another|own processor|ContextParallel(In|Out)put"
+    r"|torchrun|init_process_group|inference_mode|_cp_plan"
 )
 """Whoever writes a plan, or calls this from Python, reads English."""
 FOREIGN = re.compile(
@@ -40,8 +42,8 @@ FOREIGN = re.compile(
 )
 """Texts of other programs, and pieces of our own that begin or end inside a sentence."""
 NAMES = re.compile(
-    r"single device|Torch Compile|backend cudagraphs|Patch Sage Attention KJ|MultiGPU CFG Split|Model Sparse Attention|ssh -o BatchMode=yes|pip install|git pull"
-    r"|nvidia-smi [-\w ]+|[\w/.-]*/[\w/.-]*|`[^`]*`|[\w.]*[._=:(][\w.=():-]*|<[^>]*>"
+    r"single device|Torch Compile|backend cudagraphs|Patch Sage Attention KJ|MultiGPU CFG Split|Model Sparse Attention"
+    r"|ssh -o BatchMode=yes|pip install|git pull|nvidia-smi [-\w ]+|[\w/.-]*/[\w/.-]*|`[^`]*`|[\w.]*[._=:(][\w.=():-]*|<[^>]*>"
 )
 RUN = re.compile(r"[A-Za-z][a-z']*,? [A-Za-z]?[a-z']+")
 
@@ -133,9 +135,8 @@ class Texts:
             yield "{0}: {2} Got v.w; allowed: {1}.".format(*parts)
 
     def _fragments(self) -> Iterator[str]:
-        silent = {
-            id(part) for node in ast.walk(self.tree) if isinstance(node, ast.Expr) for part in ast.walk(node)
-        }  # docstrings, logs
+        alone = [node for node in ast.walk(self.tree) if isinstance(node, ast.Expr)]  # docstrings, and what is logged
+        silent = {id(part) for node in alone for part in ast.walk(node)}
         for node in ast.walk(self.tree):
             if isinstance(node, ast.JoinedStr):
                 silent |= {id(part) for part in ast.walk(node)} - {id(node)}
@@ -143,37 +144,32 @@ class Texts:
                 yield from (text.strip() for text in self.of(node) if re.search(r"[a-z] [a-z]", text) and not FOREIGN.search(text))
 
 
-def said() -> dict[str, str]:
-    """All errors, and where they are."""
-    files: dict[str, Texts] = {}
-    for folder in ("cp_runtime", "nodes"):
-        for path in sorted((CHECKOUT / folder).rglob("*.py")):
-            files[str(path)] = Texts(path, files)
-    return {
-        re.sub(r"v\.w (?=[A-Z])", "v.w. ", text.partition("\n\n")[0].replace("{path}", VALUE)): each.name
-        for each in files.values()
-        if not any(part in each.name for part in API)
-        for text in each.errors()
-        if not FOR_AUTHORS.search(text)
-    }
-
-
-SAID = said()
+FILES: dict[str, Texts] = {}
+for source in (path for folder in ("cp_runtime", "nodes") for path in sorted((CHECKOUT / folder).rglob("*.py"))):
+    FILES[str(source)] = Texts(source, FILES)
+SAID = {
+    re.sub(r"v\.w (?=[A-Z])", "v.w. ", text.partition("\n\n")[0].replace("{path}", VALUE)): each.name
+    for each in FILES.values()
+    if not any(part in each.name for part in API)
+    for text in each.errors()
+    if not FOR_AUTHORS.search(text)
+}
+"""All errors, and where they are."""
+LANGUAGES = ("zh", "ja")
+ERRORS = {language: json.loads((CHECKOUT / "locales" / language / "errors.json").read_text()) for language in LANGUAGES}
+TEXTS = ERRORS["zh"]
+PLACE = re.compile(r"{(\w+)}")
 
 
 def english_in(text: str) -> list[str]:
     return RUN.findall(NAMES.sub("·", text))
 
 
-@pytest.mark.parametrize("language", ["zh", "ja"])
+@pytest.mark.parametrize("language", LANGUAGES)
 def test_no_error_is_left_in_english(language):
     words = words_in(language)
     left = {f"{where}: {text}": words.error(text) for text, where in SAID.items() if english_in(words.error(text))}
     assert left == {}
-
-
-TEXTS = json.loads((CHECKOUT / "locales" / "zh" / "errors.json").read_text())
-PLACE = re.compile(r"{(\w+)}")
 
 
 def filled(texts: str, **values: str) -> str:
@@ -198,3 +194,60 @@ def test_sentences_in_sentences_are_read_whole(place):
         if tight(words.error(error)) != tight(expected):
             wrong.append((error, words.error(error)))
     assert wrong == []
+
+
+@pytest.fixture(scope="module")
+def code() -> str:
+    """All texts of the code."""
+    nodes = [node for each in FILES.values() for node in ast.walk(each.tree)]
+    constants = {id(node): node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    filled = ["{}".join(constants.get(id(part), "") for part in node.values) for node in nodes if isinstance(node, ast.JoinedStr)]
+    return "\n\n".join((*constants.values(), *filled))
+
+
+def test_sentences_are_those_of_the_code(code):
+    """The same in every language, each one that the code says."""
+    every = "\n".join((code, *SAID))
+    for group, texts in ERRORS["zh"].items():
+        assert list(texts) == list(ERRORS["ja"][group])
+        for english, own in [*texts.items(), *ERRORS["ja"][group].items()]:
+            assert sorted(PLACE.findall(own)) == sorted(PLACE.findall(english))
+            assert [part for part in PLACE.split(english)[::2] if part.strip(" .,:()") not in every] == []
+
+
+def test_an_error_in_another_language():
+    """With the names of nodes and inputs that ComfyUI shows in it; what no sentence fits stays in English."""
+    remedy = "Remove that node, or set “which GPUs” of CP Config to 'single device'."
+    error = f"Apply Context Parallel: a node put a hook on blocks.0. {remedy}"
+    for language in LANGUAGES:
+        texts, words = ERRORS[language]["sentences"], words_in(language)
+        label = json.loads((CHECKOUT / "locales" / language / "nodeDefs.json").read_text())["CPConfig"]["inputs"]["devices"]["name"]
+        own = texts["set {setting} to 'single device'"].format(
+            setting=ERRORS[language]["names"]["“{name}” of CP Config"].format(name=label)
+        )
+        problem = texts["a node put a hook on {path}"].format(path="blocks.0")
+        remedy = texts["{one}, or {other}"].format(one=texts["Remove that node"], other=own)
+        name = words.error("Apply Context Parallel")
+        assert words.error(error) == f"{name}：{problem}。{remedy}。"
+        assert words.error("what nobody knows") == "what nobody knows"
+    assert words_in("en").error(error) == error
+
+
+WHOLE = json.loads(Path(__file__).with_name("errors_zh.json").read_text())
+
+
+@pytest.mark.parametrize("error", WHOLE)
+def test_an_error_of_several_sentences(error):
+    """Words of other programs stay as they are."""
+    assert words_in("zh").error(error) == WHOLE[error]
+
+
+def test_a_long_error_takes_no_time():
+    """As other programs write them: it is read up to some length."""
+    error = "rank 1 (pid 7) failed: RuntimeError: " + "\n".join(
+        "size mismatch, or not: a. b. a node put a hook on x." for _ in range(500)
+    )
+    began = time.monotonic()
+    own = words_in("ja").error(error)
+    assert time.monotonic() - began < 5
+    assert own.startswith("rank 1（pid 7）が失敗しました")

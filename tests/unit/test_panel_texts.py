@@ -1,6 +1,5 @@
 """The texts in `locales/*/main.json`: the same in every language, and those that the browser and the server ask for."""
 
-import ast
 import json
 import re
 from pathlib import Path
@@ -56,50 +55,6 @@ def test_nodes_have_one_name(language):
     titles = [node["display_name"] for node in english.values()]
     texts = {**TEXTS[language], **flat(own)}
     assert [key for key, text in texts.items() for title in titles if title in text] == []
-
-
-ERRORS = {
-    each: {
-        english: own
-        for texts in json.loads((CHECKOUT / "locales" / each / "errors.json").read_text()).values()
-        for english, own in texts.items()
-    }
-    for each in LANGUAGES[1:]
-}
-
-
-@pytest.fixture(scope="module")
-def code() -> str:
-    """All texts of the code."""
-    nodes = [node for path in (CHECKOUT / "cp_runtime").rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
-    constants = {id(node): node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    filled = ["{}".join(constants.get(id(part), "") for part in node.values) for node in nodes if isinstance(node, ast.JoinedStr)]
-    return "\n\n".join((*constants.values(), *filled))
-
-
-@pytest.mark.parametrize("language", LANGUAGES[1:])
-def test_errors_are_those_of_the_code(language, code):
-    """Each sentence is one that the code says."""
-    assert list(ERRORS[language]) == list(ERRORS["ja"])
-    for english, own in ERRORS[language].items():
-        assert sorted(PLACE.findall(own)) == sorted(PLACE.findall(english))
-        assert [part for part in PLACE.split(english)[::2] if part.strip(" .,:()") not in code] == []
-
-
-def test_an_error_in_another_language():
-    """With the names of nodes and inputs that ComfyUI shows in it; what no sentence fits stays in English."""
-    remedy = "Remove that node, or set “which GPUs” of CP Config to 'single device'."
-    error = f"Apply Context Parallel: a node put a hook on blocks.0. {remedy}"
-    for language in LANGUAGES[1:]:
-        texts, words = ERRORS[language], words_in(language)
-        label = json.loads((CHECKOUT / "locales" / language / "nodeDefs.json").read_text())["CPConfig"]["inputs"]["devices"]["name"]
-        own = texts["set {setting} to 'single device'"].format(setting=texts["“{name}” of CP Config"].format(name=label))
-        problem = texts["a node put a hook on {path}"].format(path="blocks.0")
-        remedy = texts["{one}, or {other}"].format(one=texts["Remove that node"], other=own)
-        name = words.error("Apply Context Parallel")
-        assert words.error(error) == f"{name}：{problem}。{remedy}。"
-        assert words.error("what nobody knows") == "what nobody knows"
-    assert words_in("en").error(error) == error
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
