@@ -67,7 +67,7 @@ class Words:
         @functools.cache
         def read(part: str, is_name: bool) -> tuple[float, str]:
             """Return how many letters are read, and the text in this language."""
-            best = (len(part), self._names[part]) if part in self._names else (0, part)
+            best: tuple[float, str] = (len(part), self._names[part]) if part in self._names else (0, part)
             fitting = [each for each in known if each.is_name >= is_name and all(one in part for one in each.literals)]
             worth = any(each.letters > 0 for each in fitting) or any(name in part for name in names)
             for each in fitting if worth else ():
@@ -87,7 +87,7 @@ class Words:
     @functools.cached_property
     def _sentences(self) -> list[_Sentence]:
         texts = {} if self.language == ENGLISH else self._read("errors")
-        return [_Sentence.of(*pair, group == "names") for group, pairs in texts.items() for pair in pairs.items()]
+        return [_Sentence.of(english, own, group == "names") for group, pairs in texts.items() for english, own in pairs.items()]
 
     @functools.cached_property
     def _names(self) -> dict[str, str]:

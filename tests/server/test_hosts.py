@@ -15,6 +15,8 @@ from support.node_graphs import completed
 from support.processes import descendants
 from support.ssh import started
 
+from cp_runtime.words import translations
+
 HOSTS = "/context_parallel/hosts"
 ENHANCED = {"latent": ["latent", 0], "weight": 4.0}
 READY = {
@@ -102,6 +104,7 @@ def test_what_is_wrong_is_said(off_server, host):
     code, answer = look(off_server, host)
     assert (code, answer["state"], answer["devices"]) == (200, state, [])
     assert re.search(reason, answer["reason"], re.DOTALL)
+    assert answer["translations"] == translations(answer["reason"])
     assert {name: answer[name] for name in READY} in off_server.status()["hosts"]
 
 
@@ -114,6 +117,7 @@ def test_what_is_no_name_starts_nothing(off_server, ssh, host):
     code, answer = look(off_server, host)
     assert code == 400
     assert answer["error"].startswith("host: Give the name after Host in your ssh configuration: ")
+    assert answer["translations"] == translations(answer["error"])
     assert started(ssh) == before
 
 
