@@ -13,10 +13,8 @@ LOCALES = Path(__file__).resolve().parents[1] / "locales"
 ENGLISH = "en"
 _PLACE = re.compile(r"\{(\w+)\}")
 GAP = "\0"  # between a place and what is beside it: a space, but not between two characters of these languages
-_SEAM, _CLOSE = (
-    re.compile(r" (?={)|(?<=}) "),
-    re.compile(r"(?<=[“-”\u3000-\u9fff\uff00-\uffef])\0(?=[“-”\u3000-\u9fff\uff00-\uffef])"),
-)
+_WIDE = r"[“-”\u3000-\u9fff\uff00-\uffef]"
+_SEAM, _CLOSE = re.compile(r" (?={)|(?<=}) "), re.compile(rf"(?<={_WIDE})\0(?={_WIDE})")
 HOLD_SENTENCES = ("one", "other", "sentence", "why", "remedy", "allowed", "details")
 FULL_STOPS = {"zh": "。", "ja": "。"}
 JOINT = 3  # letters of the longest, " and "
