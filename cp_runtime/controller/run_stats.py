@@ -44,6 +44,7 @@ class CallRecord:
     sent: int = 0  # bytes of its arguments, to every rank
     most: int = 0  # ranks with the memory for the model, see `placement.Choice`
     fetched: bool = False  # the ranks send each other their weights, also for a call that one of them computes
+    limit: float = 0.0  # largest possible speed-up of its ranks; 0 = their number
     casts: bool = False  # rank 0 cast weights that its device can multiply as they are, as other ranks cannot
     # Of the ranks that took part, from `Chooser.described`; None where there was none
     choice: dict[str, Any] | None = None
@@ -84,7 +85,7 @@ class CallRecord:
 class RunResult:
     """A sampling run, so far or as a whole. Every display reads its figures, words or `parts` here."""
 
-    ranks: int = 0  # number that shared most calls; 1 = one device computed it; 0 = no call yet
+    ranks: int = 0  # number that shared most calls of these ranks; 1 = one device computed it; 0 = no call yet
     per_call: float | None = None  # seconds from the second call on, which neither loads nor warms up; None = there was one at most
     alone: Sequence[float] = ()  # the same on one device: all measurements
     obstacle: str = ""  # key of the reason for no measurement, of "obstacle"; empty = there is none
@@ -97,7 +98,7 @@ class RunResult:
     fetched: bool = False  # see `CallRecord.fetched`; a device without ranks fetches nothing
     # Of a call from its repetition on one device, or of one in patches from the exact one (`nested.difference`); None = unmeasured
     difference: float | None = None
-    last: CallRecord | None = None  # on the ranks
+    last: CallRecord | None = None  # the last call that `ranks` of the ranks shared: a try on fewer is no news of the run
     # controlnets, controlnets_here: of any call, see `CallRecord`: a ControlNet may be of some only
     controlnets: int = 0
     controlnets_here: tuple[str, str] | None = None
@@ -269,9 +270,14 @@ class RunStats:
         new = len(record.reports) != len(by_rank)
         if new or self._alone:
             self.count, mean, by_rank = 0, {}, [{} for _ in record.reports]
+        if new:  # other ranks
+            self._at_work.clear()
         self._alone = new
         self.count += 1
         self._at_work[record.at_work] += 1
+        ranks = max(self._at_work, key=self._at_work.__getitem__)
+        if record.at_work == ranks:
+            self.note(ranks=ranks, last=record, limit=record.limit)
         first = record.reports[0]
         sent, outcome = first.communication, first.outcome
         figures = {
@@ -283,8 +289,6 @@ class RunStats:
             "predicted_bytes": outcome.predicted_bytes,
         }
         self.note(
-            ranks=max(self._at_work, key=self._at_work.__getitem__),
-            last=record,
             controlnets=max(self.result.controlnets, record.controlnets),
             controlnets_here=record.controlnets_here or self.result.controlnets_here,
             patched=self.result.patched + (outcome.staged is not None and outcome.staged.patches > 1),

@@ -162,7 +162,7 @@ class Workers:
         run.pinned = count if self.models.resident[target.key].casts else 0
         with _log_errors():
             run.one_rank = chooser.who(ranks, 1)
-            run.note(limit=sum(ranks.shares[:count]) / ranks.shares[0] if ranks.shares else 0.0)
+            record = replace(record, limit=sum(ranks.shares[:count]) / ranks.shares[0] if ranks.shares else 0.0)
             self._add(kind, chooser.who(ranks, count), record, run)
             chooser.note(kind, ranks, count)
             choice = chooser.described(kind, ranks, count) if config.chooses_ranks else None

@@ -135,6 +135,14 @@ def test_a_run_takes_the_place_of_the_one_before(node, cp, first, pool_server, e
         assert (status["speed"] is None) == (cp is None)
 
 
+def test_the_node_the_panel_and_the_speed_are_of_the_same_calls(pool_server, expected):
+    """Of new, short calls the first runs on all ranks, and the second on one, as a try."""
+    pool_server.run(flux_prompt(cp={**CP, "ranks_per_call": "auto"}, width=96, height=160, steps=2)).check()
+    status = pool_server.wait_status(lambda status: status["state"] == "idle")
+    assert status["speed"]["parts"]["ranks"] == status["last_call"]["at_work"] == 2
+    assert " · 2 ranks (" in status["activity"]
+
+
 def test_a_second_config_says_that_it_counts(off_server):
     """Under its node, until it is the only one, and in the log."""
 

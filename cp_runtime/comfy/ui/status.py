@@ -44,7 +44,7 @@ class Status:
         node: the current or last one that uses the workers.
         waiting, compiling: ranks that have not reported on the command, and those of them that compile.
         comparing: a call is repeated on one device.
-        last: the last call of any model.
+        last: the last call of what the ranks do now, or did last; of a sampling run, the one in its result.
         last_prompt: where its time went, see `PromptTimes.described`; None while one runs.
     """
 
@@ -189,7 +189,8 @@ def snapshot(server: Any) -> Status:
     done = set(range(pool.world_size)).difference(waiting) if waiting and work != "starting" else ()
     # Only these ranks' calls of the run are news of them.
     record = result.last if result and result.last and result.last.pids == pool.pids else None
-    ranks = [_rank(workers, record, rank, "idle" if rank in done else work) for rank in range(len(pool.processes))]
+    last = record if sampling else workers.last_calls.get(workers.purpose)
+    ranks = [_rank(workers, record, last, rank, "idle" if rank in done else work) for rank in range(len(pool.processes))]
     return replace(
         off,
         state=_state(pool, ranks, work),
@@ -208,7 +209,7 @@ def snapshot(server: Any) -> Status:
         last_vae_call=workers.last_calls.get("vae"),
         last_upscale_call=workers.last_calls.get("upscale"),
         ranks=ranks,
-        last=workers.last_call if pool.alive else None,
+        last=last if pool.alive else None,
         waiting=waiting,
         compiling=[rank for rank in waiting if pool.progress(rank).at.compiling],
         comparing=workers.comparing,
@@ -260,8 +261,9 @@ def _state(pool: WorkerPool, ranks: list[dict[str, Any]], work: str) -> str:
     return "failed" if any(rank["state"] in lost for rank in ranks) else work
 
 
-def _rank(workers: Workers, record: CallRecord | None, rank: int, state: str) -> dict[str, Any]:
-    pool, failure, last = workers.pool, workers.failure, workers.last_call
+def _rank(workers: Workers, record: CallRecord | None, last: CallRecord | None, rank: int, state: str) -> dict[str, Any]:
+    """Describe a rank. `record`: of the sampling run. `last`: as in `Status`."""
+    pool, failure = workers.pool, workers.failure
     progress, pid = pool.progress(rank), pool.pids[rank]
     since = time.monotonic() - progress.beat if progress.beat else None
     kernel = pool.processes[rank].state if pid else "not started yet"
@@ -272,8 +274,7 @@ def _rank(workers: Workers, record: CallRecord | None, rank: int, state: str) ->
             state = "failed" if culprit else "ended"
     elif since is not None and since > SILENT:
         state = "silent"
-    memory = last and last.reports[rank].memory
-    of_kind = record if workers.purpose == "sampling" else workers.last_calls.get(workers.purpose)  # the last of the current kind
+    memory = workers.last_call and workers.last_call.reports[rank].memory
     # The process id of a rank on another machine says nothing here.
     host = (memory.host if memory else 0) if pool.config.machines[rank] else host_bytes(pid)
     return {
@@ -282,7 +283,7 @@ def _rank(workers: Workers, record: CallRecord | None, rank: int, state: str) ->
         "pid": pid,
         "state": state,
         "culprit": culprit,
-        "idle": of_kind is not None and of_kind.reports[rank].outcome.idle,
+        "idle": last is not None and last.reports[rank].outcome.idle,
         "process": kernel,
         "modules": progress.at.modules,
         "seconds_since_heartbeat": since,
