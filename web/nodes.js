@@ -18,37 +18,28 @@ app.registerExtension({
     const smallest = SMALLEST[node.comfyClass];
     if (smallest) node.setSize(smallest.map((least, axis) => Math.max(node.size[axis], least)));
   },
-  loadedGraphNode(node) {
-    if (!FOLDED.includes(node.comfyClass) || LiteGraph.vueNodesMode) return;
-    const height = node.size[1];
-    unfold(node, node.showAdvanced);
-    node.setSize([node.size[0], Math.max(node.size[1], height)]);
-  },
 });
 
-function advanced(node) {
-  return node.widgets.filter((widget) => widget.options?.advanced);
-}
-
-/** Show the advanced inputs, or fold away those at their defaults; the node is as high as it has to be. */
-function unfold(node, show) {
-  node.showAdvanced = show;
-  for (const widget of advanced(node)) widget.cpFolded = !show && widget.value === widget.cpDefault;
-  const height = node.computeSize()[1];
-  node.setSize([node.size[0], show ? Math.max(node.size[1], height) : height]);
-}
-
-/** Fold the advanced inputs away, behind a button. */
+/** Fold the advanced inputs away, behind a button; not those that differ from their defaults, however the node came by them. */
 function fold(node) {
-  for (const widget of node.widgets) widget.cpDefault = widget.value;
-  if (LiteGraph.vueNodesMode) node.setSize([node.size[0], 0]); // it grows to what it shows; the canvas has counted what is folded away
-  else {
-    // The frontend's new nodes do this by themselves; those on the canvas show everything.
-    for (const widget of advanced(node))
-      Object.defineProperty(widget, "hidden", { get: () => !LiteGraph.vueNodesMode && widget.cpFolded });
-    addButton(node, t("nodes.advanced"), () => unfold(node, !node.showAdvanced));
-    unfold(node, false);
+  if (LiteGraph.vueNodesMode) return node.setSize([node.size[0], 0]); // it grows to what it shows; the canvas has counted what is folded away
+  // The frontend's new nodes do this by themselves; those on the canvas show everything.
+  const changed = new Set(); // until the button is pressed: none goes away while it is edited
+  for (const widget of node.widgets.filter((widget) => widget.options?.advanced)) {
+    const usual = widget.value;
+    const isHidden = () => {
+      if (widget.value !== usual || node.getSlotFromWidget(widget)?.link != null) changed.add(widget);
+      return !LiteGraph.vueNodesMode && !node.showAdvanced && !changed.has(widget);
+    };
+    Object.defineProperty(widget, "hidden", { get: isHidden });
   }
+  addButton(node, t("nodes.advanced"), () => {
+    node.showAdvanced = !node.showAdvanced;
+    changed.clear();
+    const height = node.computeSize()[1];
+    node.setSize([node.size[0], node.showAdvanced ? Math.max(node.size[1], height) : height]);
+  });
+  node.setSize([node.size[0], node.computeSize()[1]]);
 }
 
 function offerDevices(node) {

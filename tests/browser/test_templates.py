@@ -124,6 +124,13 @@ def test_advanced_inputs_are_folded_away(page, picture):
         expect(label.get_by_text(LABELS[name]["name"], exact=True)).to_be_visible()
 
 
+COPIES = {
+    "Alt and drag": "() => app.graph.add(app.graph.nodes[0].clone())",
+    "Ctrl+C, Ctrl+V": "() => { app.canvas.selectItems([app.graph.nodes[0]]); app.canvas.copyToClipboard(); app.canvas.pasteFromClipboard() }",
+    "as the API has it": "async () => app.loadApiJson((await app.graphToPrompt()).output, 'mine')",
+}
+
+
 def test_advanced_inputs_are_folded_away_on_the_canvas(page):
     """A button shows them; a workflow that sets one shows this one by itself, and one that was saved before has its values."""
     add_node(page, "CPConfig")
@@ -141,6 +148,11 @@ def test_advanced_inputs_are_folded_away_on_the_canvas(page):
     page.evaluate("graph => app.loadGraphData(graph)", saved)
     assert {*page.evaluate(SHOWN)} == {*OFTEN, "ulysses_degree", "Advanced inputs"}
     assert height < page.evaluate("app.graph.nodes[0].size[1]") < height + 40
+    for way, copy in COPIES.items():
+        page.evaluate(copy)
+        page.evaluate("() => { while (app.graph.nodes.length > 1) app.graph.remove(app.graph.nodes[0]) }")
+        assert {*page.evaluate(SHOWN)} == {*OFTEN, "ulysses_degree", "Advanced inputs"}, way
+        page.wait_for_function("height => app.graph.nodes[0].size[1] > height", arg=height)
     queued = page.evaluate("async () => (await app.graphToPrompt()).output")
     ((_, node),) = queued.items()
     assert list(node["inputs"].values()) == [value for value in values if value is not None]
