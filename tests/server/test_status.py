@@ -144,7 +144,7 @@ def test_the_node_the_panel_and_the_speed_are_of_the_same_calls(pool_server, exp
 
 
 def test_a_second_config_says_that_it_counts(off_server):
-    """Under its node, until it is the only one, and in the log."""
+    """Under its node, until it is the only one, and in the log; CP Sampler, whose text is of its run, in the log alone."""
 
     def text(**first):
         prompt = flux_prompt(cp=first, after_apply=[("ApplyContextParallel", {"cp_config": ["second", 0]})], steps=1)
@@ -153,9 +153,18 @@ def test_a_second_config_says_that_it_counts(off_server):
         off_server.run(prompt).check()
         return off_server.wait_event(lambda event: event.type == "text" and event.data[0] == node, since=since).data[1]
 
+    def said():
+        return off_server.log_text().count("those of the last node count")
+
+    before = said()
     assert text(world_size=2) == words_in("en").say("node.overrules")
-    assert "those of the last one count" in off_server.log_text()
+    assert said() == before + 1
     assert text(world_size=1).strip() == ""
+    prompt = flux_prompt(cp={"world_size": 2}, node="CPSampler", steps=1)
+    prompt["second"] = {"class_type": "CPConfig", "inputs": cp_config(world_size=1)}
+    prompt["sampler"]["inputs"]["cp_config"] = ["second", 0]
+    off_server.run(prompt).check()
+    assert said() == before + 2
 
 
 def texts_after(server, since, node="sampler"):

@@ -54,6 +54,8 @@ def apply_to_model(model: Any, config: RuntimeConfig | None = None) -> Any:
     config = default_config() if config is None else config
     if not isinstance(config, RuntimeConfig):  # ComfyUI accepts any JSON in place of a link
         raise bad_value("cp_config", config, "the output of a CP Config node, or nothing", "Connect one, or none for all devices.")
+    if overrules(model, config):
+        log.warning("the model comes from an Apply Context Parallel with other settings: those of the last node count")
     alone = nothing_to_share()
     if alone is not None and (config.world_size == 1 or alone.is_final):
         log.warning("the model passes through: %s", alone.words)

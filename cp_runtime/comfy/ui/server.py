@@ -229,9 +229,7 @@ def show_text(server: Any, text: str, node: Node, client: str) -> None:
 
 
 def tell_overruling(node: Node | None, overrules: bool) -> None:
-    """Say under an Apply Context Parallel, and in the log, that its settings take the place of those of an earlier one."""
-    if overrules:
-        log.warning("two Apply Context Parallel follow each other with different settings: those of the last one count")
+    """Say under an Apply Context Parallel that its settings take the place of those of an earlier one."""
     server = running_server()
     client = getattr(server, "client_id", None)
     if node is None or client is None:
