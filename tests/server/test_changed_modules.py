@@ -98,13 +98,14 @@ def test_a_model_that_a_removed_node_has_changed(served, kind, loaded_again, ser
     assert loaded_again or server.worker_pids() == pids
 
 
+@pytest.mark.parametrize("kind", ["call", "root"])
 @pytest.mark.parametrize("served", ["flux"])
-def test_a_refused_change_outlives_its_node(served, server):
+def test_a_refused_change_outlives_its_node(served, kind, server):
     """The refusal says what helps: without the node it is the same."""
     make, remedy = partial(of(served), cp=CP), "Remove that node, then have the model loaded again: Edit, Unload Models"
     plain = server.sample(make())
     try:
-        for nodes in (changed("call"), {}):
+        for nodes in (changed(kind), {}):
             server.fails(make(**nodes), remedy)
         server.free_first()
         assert_close(server.sample(make()), plain)

@@ -286,7 +286,7 @@ class ModuleGuard:
             return  # ComfyUI notes the patcher for the time of a run; before, nodes compute with weights as they are in stock
         network = base.diffusion_model
         path = next((path for path, each in network.named_modules() if each is module), type(module).__name__)
-        error = computes_here(path, type(network).__name__)
+        error = computes_here(path, network)
         if owner is None:
             raise MirrorError(str(error))
         owner.refuse_call(error)  # or load the weights: the module goes on with them

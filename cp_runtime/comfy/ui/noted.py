@@ -15,13 +15,16 @@ import torch
 from torch import nn
 
 from ...controller.calls import Keeper
-from ...errors import UnsupportedError
+from ...errors import ON_ONE_DEVICE, UnsupportedError
 from ..shared.attributes import attributes_of
 from ..shared.modules import take_module
 from ..shared.noted import Graph, Notes, apply, globals_of, put, tensors_in
 from ..shared.objects import ABSENT, is_ours
+from ..shared.weights import PREFIX
+from .fingerprints import OF_MODEL
 from .held import Held, held_by, is_gone
 
+REMEDY = f"Remove that node, or {ON_ONE_DEVICE}."
 METHODS = ("forward", "_forward")
 """The innermost forward is one of these."""
 FORWARDS = (*METHODS, "forward_orig")
@@ -39,6 +42,8 @@ _FIRST: dict[tuple[str, str], Any] = {}
 """Globals of packs as they were before patches noted something there, by `module_name` and name."""
 _NOTED: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 """Attributes of modules that patches have noted: no part of the model."""
+_FOR_GOOD: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+"""Whether a node has replaced something in the model itself, where it stays without the node."""
 
 
 def innermost_method(model: nn.Module) -> str:
@@ -70,6 +75,17 @@ def replaced_in(model: nn.Module) -> dict[str, Any]:
     if (known := _LOADED.get(model)) is not None:
         found |= {name: module for name, module in model._modules.items() if module is not known.modules.get(name)}
     return found
+
+
+def note_changes(patcher: Any) -> None:
+    """Note whether anything is replaced in the model between two calls, other than by object patches: for good, then."""
+    replaced = {f"{PREFIX}{name}" for name in replaced_in(patcher.model.diffusion_model)}
+    _FOR_GOOD[patcher.model.diffusion_model] = not replaced <= patcher.object_patches_backup.keys()
+
+
+def remedy(model: nn.Module) -> str:
+    """Return what helps where the patches of a model are refused."""
+    return OF_MODEL if _FOR_GOOD.get(model) else REMEDY
 
 
 def _is_stock(model: nn.Module, name: str, own: Any) -> bool:

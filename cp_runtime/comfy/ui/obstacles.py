@@ -28,7 +28,7 @@ from .attention import ChosenAttention, attention_of
 from .controlnets import DeferredControl
 from .fingerprints import OF_MODEL, ModelFingerprint, check_code, check_network
 from .injections import ejected
-from .noted import replaced_in
+from .noted import REMEDY, note_changes, remedy, replaced_in
 from .options import compile_settings
 from .packs import running_code
 from .patches import PatchSet
@@ -36,13 +36,13 @@ from .runtime import multiplies_nvfp4
 from .watching import controls_of
 from .weight_patches import written_patches
 
-_REMEDY = f"Remove that node, or {ON_ONE_DEVICE}."
 _READING_WEIGHTS = (comfy.controlnet.ControlLora, comfy.controlnet.QwenFunControlNet)
 
 
 def check_model(patcher: Any, config: RuntimeConfig) -> None:
     """Refuse a ModelPatcher that cannot run on the ranks of a config, before sampling starts."""
     model = patcher.model.diffusion_model
+    note_changes(patcher)
     if hasattr(model, "_orig_mod"):
         raise UnsupportedError(f"the model was compiled with torch.compile, which the workers do not repeat. {OF_MODEL}")
     try:
@@ -133,14 +133,14 @@ def options_for_ranks(
     instead: Mapping[str, Any] = NOTHING,
 ) -> tuple[PatchSet, ChosenAttention]:
     """Extract the workers' part of `transformer_options`: see `PatchSet.of` and `attention_of`. Refuse the rest."""
+    in_patches, model = config.pipeline is not None and config.pipeline.patches > 1, patcher.model.diffusion_model
     try:
         if options.get("ar_state") is not None:
             raise UnsupportedError("autoregressive sampling keeps state inside the transformer.")
-        in_patches, model = config.pipeline is not None and config.pipeline.patches > 1, patcher.model.diffusion_model
         attention, options = attention_of(options, model, config, TORCH_COMPILE_KWARGS in patcher.model_options, again)
         patches = PatchSet.of(options, model, latent, patcher, in_patches, config.in_stages, instead)
     except UnsupportedError as error:
-        raise UnsupportedError(f"{error} {_REMEDY}") from error
+        raise UnsupportedError(f"{error} {remedy(model)}") from error
     for network in patches.networks.values() if again else ():
         check_network(network)
     return patches, attention
@@ -152,20 +152,21 @@ def compile_of(patcher: Any) -> CompileSettings | None:
     try:
         return None if asked is None else compile_settings(asked)
     except UnsupportedError as error:
-        raise UnsupportedError(f"{error} {_REMEDY}") from error
+        raise UnsupportedError(f"{error} {REMEDY}") from error
 
 
 def conditions_obstacle(conds: Mapping[str, Any]) -> str | None:
     """Return the part of a sampling run's conditions that needs the model's weights in this process, or None."""
     for control in controls_of(conds):
         if isinstance(control, _READING_WEIGHTS):
-            return f"a ControlNet ({type(control).__name__}) computes with the model's own weights. {_REMEDY}"
+            return f"a ControlNet ({type(control).__name__}) computes with the model's own weights. {REMEDY}"
     return None
 
 
-def computes_here(path: str, model: str) -> UnsupportedError:
+def computes_here(path: str, model: nn.Module) -> UnsupportedError:
     """Build the refusal of a module that is about to compute in this process, where its weights are not."""
-    return UnsupportedError(f"{running_code()} computes with {path} of {model} past the forward that the workers run. {_REMEDY}")
+    what = f"{path} of {type(model).__name__} past the forward that the workers run"
+    return UnsupportedError(f"{running_code()} computes with {what}. {remedy(model)}")
 
 
 def unsent(what: str) -> UnsupportedError:
@@ -192,7 +193,7 @@ def _check_control(model: nn.Module, control: Mapping[str, Any] | None) -> None:
 
 def _check_attached(patcher: Any) -> None:
     for obstacle in _attached(patcher):
-        raise UnsupportedError(f"{obstacle} {_REMEDY}")
+        raise UnsupportedError(f"{obstacle} {REMEDY}")
 
 
 def _attached(patcher: Any) -> Iterator[str]:

@@ -11,15 +11,14 @@ from typing import Any
 import torch
 
 from ...controller.calls import Keeper
-from ...errors import ON_ONE_DEVICE, MirrorError, UnsupportedError
+from ...errors import MirrorError, UnsupportedError
 from ...families import splits_tokens
 from ...pool.messages import CallOutcome
 from ..shared.assigned import names_in
 from ..shared.reached import functions_of_packs
-from .noted import NotedHere
+from .noted import NotedHere, remedy
 from .pack_nodes import made_by
 
-REMEDY = f"Remove that node, or {ON_ONE_DEVICE}."
 COMPARED_AT_FIRST = 2  # calls of a run: none before has been wrong
 REMEDY_LATE = "Remove that node or Apply Context Parallel."
 ONLY_HERE = frozenset({"uuids", "wrappers", "callbacks"})  # of transformer_options, see `options.UI_ONLY`
@@ -75,6 +74,10 @@ class UnlistedPatches:
     def _by(self) -> str:
         return " and ".join(self._makers)
 
+    @property
+    def _remedy(self) -> str:
+        return remedy(self.patcher.model.diffusion_model)
+
     def __str__(self) -> str:
         return f"{self._by} patched the transformer in a way that no table lists"
 
@@ -84,7 +87,7 @@ class UnlistedPatches:
         if read := {text for function in functions for text in _texts(function.__code__)} & ONLY_HERE:
             raise UnsupportedError(
                 f"{self._by} patched the transformer and reads {', '.join(sorted(read))} of transformer_options, which only "
-                f"ComfyUI's process has. {REMEDY}"
+                f"ComfyUI's process has. {self._remedy}"
             )
 
     def check_devices(self, names: Sequence[str]) -> None:
@@ -92,14 +95,14 @@ class UnlistedPatches:
         if len(set(names)) > 1 and splits_tokens(self.patcher.model.diffusion_model):
             raise UnsupportedError(
                 f"{self._by} patched the transformer, and has to compute the same on all workers, which different devices "
-                f"({', '.join(sorted(set(names)))}) do not. {REMEDY}"
+                f"({', '.join(sorted(set(names)))}) do not. {self._remedy}"
             )
 
     def failed(self, error: str) -> UnsupportedError:
         """Build the refusal of patches that have raised something on the ranks, or have not had all of the batch."""
         if self.may_need_whole_batch:
             return NeedsWholeBatch()
-        return UnsupportedError(f"{self._by} patched the transformer, and that fails on the workers: {error}. {REMEDY}")
+        return UnsupportedError(f"{self._by} patched the transformer, and that fails on the workers: {error}. {self._remedy}")
 
     def check(self, difference: float | None, outcomes: Sequence[CallOutcome], keeper: Keeper) -> None:
         """See `controller.calls.Unlisted`."""
@@ -113,7 +116,7 @@ class UnlistedPatches:
             )
             if self.calls > COMPARED_AT_FIRST:
                 raise MirrorError(f"{what}. Earlier steps, which were not compared, may be wrong too. {REMEDY_LATE}")
-            raise UnsupportedError(f"{what}. {REMEDY}")
+            raise UnsupportedError(f"{what}. {self._remedy}")
         self._take_notes(outcomes, keeper)  # one device would compute the call once more, with what was noted before it
 
     def _take_notes(self, outcomes: Sequence[CallOutcome], keeper: Keeper) -> None:
@@ -123,7 +126,7 @@ class UnlistedPatches:
         if self.watched and (wrote := next(filter(None, (outcome.wrote for outcome in at_work)), ())):
             raise UnsupportedError(
                 f"{self._by} patched the transformer and writes {', '.join(wrote)} into transformer_options on the workers, where "
-                f"code of another node may look for it in ComfyUI's process. {REMEDY}"
+                f"code of another node may look for it in ComfyUI's process. {self._remedy}"
             )
         noted, unsaid = {outcome.noted for outcome in at_work}, next(filter(None, (outcome.unsaid for outcome in at_work)), "")
         if (unsaid or any(noted)) and len(at_work) > 1 and self.may_need_whole_batch:
@@ -136,7 +139,7 @@ class UnlistedPatches:
         except MirrorError as error:
             unsaid = str(error)
         if unsaid:
-            raise UnsupportedError(f"{self._by} patched the transformer and notes something for later calls: {unsaid}. {REMEDY}")
+            raise UnsupportedError(f"{self._by} patched the transformer and notes something for later calls: {unsaid}. {self._remedy}")
 
 
 def _texts(body: CodeType) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 import functools
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -204,6 +205,17 @@ def _forward(network: nn.Module) -> Callable[[], Any]:
     block = _blocks(network)[0]
     stock = block.forward
     return _set(block, "forward", lambda *given, **more: stock(*given, **more))
+
+
+def _root(network: nn.Module) -> Callable[[], Any]:
+    """With something that cannot be sent."""
+    stock, lock = network.forward_orig, threading.Lock()
+
+    def forward(*given: Any, **more: Any) -> Any:
+        with lock:
+            return stock(*given, **more)
+
+    return _set(network, "forward_orig", forward)
 
 
 def _decode(network: nn.Module) -> Callable[[], Any]:
