@@ -35,6 +35,7 @@ class DeviceInventory:
     type: str
     count: int
     too_old: tuple[int, ...] = ()  # numbers of those that torch was built without kernels for
+    own: int = 0  # number of the one that ComfyUI itself computes on
 
     @property
     def usable(self) -> list[int]:
@@ -222,6 +223,10 @@ def _resolve_devices(world_size: int, devices: str, backend: str, inventory: Dev
             "each device once; with backend=gloo ranks can share an accelerator, to check results: it is slow",
             "Name each device once.",
         )
+    own = f"{inventory.type}:{inventory.own}"
+    if inventory.type != "cpu" and len(names) == 1 and names != (own,):  # no rank computes then
+        allowed = f"with one entry {own}, which ComfyUI itself computes on"
+        raise bad_value("devices", devices, allowed, "Name several, or start ComfyUI on that one.")
     if sum("/" not in name for name in names) > limit:
         raise bad_value("devices", devices, f"at most {limit} entries on this machine", "Name fewer devices.")
     return names

@@ -6,7 +6,7 @@ import pytest
 from support import stand_in
 from support.graphs import flux_prompt
 from support.latents import TOLERANCE, distance
-from support.server import ComfyServer
+from support.server import ComfyServer, PromptRejected
 
 CARDS = stand_in.Cards(kinds=("RTX 5090", "RTX 4090"))
 TWO = {"devices": "cuda:0, cuda:1"}
@@ -27,15 +27,23 @@ def test_the_panel_offers_both(blind_server):
 
 
 @pytest.mark.parametrize("file", FILES)
-@pytest.mark.parametrize("cp", [{}, TWO], ids=["default", "named"])
-def test_both_compute(file, cp, blind_server):
+@pytest.mark.parametrize("devices", ["", "cuda:0, cuda:1", "cuda:1, cuda:0"])
+def test_both_compute(file, devices, blind_server):
     """All pictures of a batch equal; in fp8 one at least, where no value lies between two of 8 bits."""
     inputs, choose = FILES[file]
     expected = blind_server.sample_once(flux_prompt(**inputs))
-    out = blind_server.sample(flux_prompt(cp=cp, **inputs))
-    assert [rank["device"] for rank in blind_server.status()["ranks"]] == ["cuda:0", "cuda:1"]
+    out = blind_server.sample(flux_prompt(cp={"devices": devices}, **inputs))
+    expected_devices = devices.split(", ") if devices else ["cuda:0", "cuda:1"]
+    assert [rank["device"] for rank in blind_server.status()["ranks"]] == expected_devices
     off = choose(distance(one.float(), other.float()) for one, other in zip(out, expected, strict=True))
     assert off <= TOLERANCE
+
+
+def test_one_that_comfyui_does_not_compute_on_is_refused(blind_server):
+    """One device is ComfyUI's own, and the model passes through."""
+    with pytest.raises(PromptRejected) as rejected:
+        blind_server.queue(flux_prompt(cp={"devices": "cuda:1"}))
+    assert "with one entry cuda:0" in str(rejected.value.node_errors["cp_config"])
 
 
 def test_both_cast_what_one_cannot_multiply(blind_server):

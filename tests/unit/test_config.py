@@ -89,6 +89,7 @@ def test_a_share_is_a_number_up_to_100(share):
         ({"world_size": 5, "backend": "gloo"}, ["world_size", "0 (choose) to 4"]),
         ({"world_size": 3, "devices": "cuda:0,cuda:0", "backend": "gloo"}, ["world_size", "3", "2"]),
         ({"devices": "cpu"}, ["devices", "cpu", "cuda"]),
+        ({"devices": "cuda:1"}, ["devices", "'cuda:1'", "with one entry cuda:0", "start ComfyUI on that one"]),
         ({"devices": "cuda:0;rm -rf /"}, ["devices"]),
         ({"devices": "cuda:0,,cuda:1"}, ["devices"]),
         ({"ulysses_degree": 3}, ["3 x 1 x 1 = 3", "4"]),

@@ -17,7 +17,7 @@ from comfy_api.torch_helpers.torch_compile import COMPILE_KEY
 
 from ...controller.prompt_times import CONTROLNET
 from ...controller.run_stats import RunStats, unit_of
-from ...engine.measuring import device_driver, device_name
+from ...engine.measuring import device_driver
 from ...errors import UnsupportedError, bad_value
 from ...pool.config import RuntimeConfig
 from .controlnets import ControlNets, form_of
@@ -26,7 +26,7 @@ from .names import kind_of
 from .obstacles import check_model, check_stages, conditions_obstacle
 from .patcher import RUNS, ContextParallelPatcher, Run, executing_node, plain_class, raise_or_warn
 from .residency import patcher_over
-from .runtime import CONTROLLER, default_config, nothing_to_share
+from .runtime import CONTROLLER, default_config, nothing_to_share, title_of
 from .server import in_own_language
 from .watching import has_foreign_control, takes_foreign_part
 
@@ -158,7 +158,7 @@ def timed(patcher: Any) -> Any:
 
     def prepare(executor: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal timer
-        machine = f"{device_name(torch.device(device))}, {device_driver()}"
+        machine = f"{title_of(device)}, {device_driver()}"
         timer = RunStats(kind_of(model), machine, unit)
         # Where a model passes through, the text that says so is the node's that shares out.
         CONTROLLER.journal.begin_run(timer, executing_node() if nothing_to_share() is None else None)

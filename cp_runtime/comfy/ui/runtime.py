@@ -21,6 +21,7 @@ import torch
 from comfy.cli_args import args
 
 from ...controller.controller import Controller
+from ...engine.measuring import device_name
 from ...errors import ConfigError, bad_value, check_switch
 from ...pool.config import DeviceInventory, RuntimeConfig, WorkerSite, has_code
 from ...pool.launcher import child_environment
@@ -55,15 +56,16 @@ CONFIG = "CPConfig"  # the node
 
 def device_inventory() -> DeviceInventory:
     """Return the devices of the type that ComfyUI itself runs on."""
-    kind = comfy.model_management.get_torch_device().type
+    device = comfy.model_management.get_torch_device()
+    kind, own = device.type, device.index or 0
     try:
         count = 0 if kind == "cpu" else torch.get_device_module(kind).device_count()
     except RuntimeError:  # a device type that torch has no module for
         count = 1
     if kind == "cuda":
         gpus = cuda_gpus(count)
-        return DeviceInventory(type=kind, count=len(gpus), too_old=_too_old(gpus))
-    return DeviceInventory(type=kind, count=count)
+        return DeviceInventory(type=kind, count=len(gpus), too_old=_too_old(gpus), own=own)
+    return DeviceInventory(type=kind, count=count, own=own)
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,13 @@ def cuda_gpus(visible: int) -> tuple[Gpu, ...]:
         return tuple(Gpu(*each) for each in hidden)  # ComfyUI itself has hidden them
     found = [torch.cuda.get_device_properties(number) for number in range(visible)]
     return tuple(Gpu(str(each.name), int(each.total_memory), (each.major, each.minor)) for each in found)
+
+
+def title_of(device: str) -> str:
+    """Return the name of a device, as torch has it; also of one that ComfyUI hides from this process."""
+    named = torch.device(device)
+    gpus = cuda_gpus(torch.cuda.device_count()) if named.type == "cuda" else ()
+    return gpus[named.index or 0].title if gpus else device_name(named)
 
 
 def multiplies_nvfp4(device: str) -> bool:
