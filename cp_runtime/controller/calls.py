@@ -176,14 +176,14 @@ class ModelCall:
 SLOW_CALL = 0.5  # seconds; a call that may be slower can be cancelled between blocks
 # Seconds between two cancel points of a call. Each makes the host wait for its device, which then has nothing queued.
 CHECK_INTERVAL = 0.125
-KINDS = 64
+MOST_KINDS = 64
 
 
 class Pace:
     """Speed of the last call of every kind. The oldest of many kinds are forgotten."""
 
     def __init__(self) -> None:
-        self._last: Recent[Hashable, tuple[float, int]] = Recent(KINDS)
+        self._last: Recent[Hashable, tuple[float, int]] = Recent(MOST_KINDS)
 
     def note(self, kind: Hashable, ranks: int, seconds: float, modules: int) -> None:
         """Record the end of a call. `ranks`: number of ranks that shared it; `modules`: planned modules that a rank passed."""

@@ -26,7 +26,7 @@ from .run_stats import CallRecord, Node, RunResult, RunStats
 log = logging.getLogger("context_parallel")
 
 ERRORS = 10  # errors in the journal
-KINDS = 256  # of calls: every size of picture is one
+MOST_KINDS = 256  # of calls: every size of picture is one
 MEASURE_SHARE = 0.05  # of the time of runs of a kind: nobody has asked for the measurement, so it must not be noticed
 # Folders of a path, up to its last slash, or backslash behind a drive or a computer's name. Their names may hold spaces.
 _FOLDERS = re.compile(
@@ -78,7 +78,7 @@ class Journal:
         self.measuring = self.is_bypassed = False
         self._obstacle: tuple[str | None, str] = None, ""  # a kind of run, and why it could not be measured on one device
         self._taken: dict[str, float] = {}  # seconds of all runs that ended well, by kind
-        self._together: Recent[str, tuple[int, float]] = Recent(KINDS)  # devices and seconds per call of runs on several, by kind
+        self._together: Recent[str, tuple[int, float]] = Recent(MOST_KINDS)  # devices of a run and seconds per call, by kind
         self.prompt = PromptTimes()
 
     def end_run(self, steps: int = 0) -> None:

@@ -19,7 +19,7 @@ from .times import Times, digest, least
 SHORT_CALL = 1.0  # seconds; a try of a longer call on one device costs more than it may gain, and Measure shows it on request
 HOPELESS_RATIO = 2.0  # times the best: a first run slower than this is not repeated
 WARM_UP = 2.0  # seconds of a first run on all ranks that it may have spent on connecting
-KINDS = 192  # entries: a kind of call has up to three, one for each candidate
+MOST_KINDS = 192  # entries: a kind of call has up to three, one for each candidate
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Chooser:
 
     def __init__(self, times: Times, machine: object, one_device: str, own: int) -> None:
         self._times, self._machine, self._one_device, self._own = times, machine, one_device, own
-        self._ran: Recent[tuple[str, str], int] = Recent(KINDS)  # runs since the ranks started, by kind and who computed it
+        self._ran: Recent[tuple[str, str], int] = Recent(MOST_KINDS)  # runs since the ranks started, by kind and who computed it
         self._names: dict[object, str] = {}
 
     def who(self, ranks: Ranks, count: int) -> str:

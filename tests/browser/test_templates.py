@@ -126,7 +126,11 @@ def test_advanced_inputs_are_folded_away(page, picture):
 
 COPIES = {
     "Alt and drag": "() => app.graph.add(app.graph.nodes[0].clone())",
-    "Ctrl+C, Ctrl+V": "() => { app.canvas.selectItems([app.graph.nodes[0]]); app.canvas.copyToClipboard(); app.canvas.pasteFromClipboard() }",
+    "Ctrl+C, Ctrl+V": """() => {
+        app.canvas.selectItems([app.graph.nodes[0]]);
+        app.canvas.copyToClipboard();
+        app.canvas.pasteFromClipboard();
+    }""",
     "as the API has it": "async () => app.loadApiJson((await app.graphToPrompt()).output, 'mine')",
 }
 

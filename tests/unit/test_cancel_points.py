@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from cp_runtime.controller.calls import KINDS, Pace
+from cp_runtime.controller.calls import MOST_KINDS, Pace
 from cp_runtime.pool.cancel import CancelPoints
 
 RANKS, PLACES = 3, 12
@@ -123,7 +123,7 @@ def test_fewer_ranks_take_longer():
 
 def test_the_oldest_kind_is_forgotten():
     pace = Pace()
-    for kind in range(KINDS + 1):
+    for kind in range(MOST_KINDS + 1):
         pace.note(kind, 2, 0.1, 40)
         pace.note(0, 2, 0.1, 40)
-    assert [pace.modules_per_check(kind, 2) for kind in (0, 1, 2, KINDS)] == [0, 1, 0, 0]
+    assert [pace.modules_per_check(kind, 2) for kind in (0, 1, 2, MOST_KINDS)] == [0, 1, 0, 0]

@@ -283,23 +283,9 @@ class ShardedWeightsPatcher(PartialWeightsPatcher):
     cp_shared: int
     cp_shards: ShardedWeights | None
 
-    @classmethod
-    def shard(
-        cls,
-        patcher: Any,
-        pages: Pages,
-        facts: Facts,
-        ranks: RankGroup,
-        size: int,
-        progress: LoadProgress,
-        shared: int,
-        *,
-        on_host: bool,
-    ) -> None:
-        """Turn a new patcher into this class. `size`: see `cp_size`; `shared`: see `cp_shared`."""
-        cls.adopt(patcher, pages, facts, progress)
-        patcher.cp_ranks, patcher.cp_on_host, patcher.cp_shards, patcher.cp_size = ranks, on_host, None, size
-        patcher.cp_shared = shared
+    def shard(self, ranks: RankGroup, size: int, shared: int = 0, *, on_host: bool) -> None:
+        """Set what `load` needs to know, after `adopt`. `size`: see `cp_size`; `shared`: see `cp_shared`."""
+        self.cp_ranks, self.cp_on_host, self.cp_shards, self.cp_size, self.cp_shared = ranks, on_host, None, size, shared
 
     def load(self, device_to: torch.device, *args: Any, **kwargs: Any) -> None:
         shards = ShardedWeights(network_of(self.model), self.cp_ranks, device_to, on_host=self.cp_on_host, remedy=SHARDED_REMEDY)

@@ -99,16 +99,8 @@ class Mirrors:
             elif ranks is None:
                 MappedWeightsPatcher.adopt(patcher, pages, facts, self.progress)
             else:
-                ShardedWeightsPatcher.shard(
-                    patcher,
-                    pages,
-                    facts,
-                    ranks,
-                    request.device_bytes,
-                    self.progress,
-                    request.shared,
-                    on_host=placement == OFFLOADED,
-                )
+                ShardedWeightsPatcher.adopt(patcher, pages, facts, self.progress)
+                patcher.shard(ranks, request.device_bytes, request.shared, on_host=placement == OFFLOADED)
             formats, cast = own_formats(patcher.model, facts, self.device, request.formats)
             nbytes = sum(part.nbytes for weight in patcher.model.parameters() for part in stored(weight))
             names = frozenset(patcher.model.state_dict())
@@ -266,8 +258,8 @@ class Mirrors:
             MappedWeightsPatcher.adopt(patcher, pages, facts, self.progress)
         else:
             ranks, on_host = mesh.sequence().weights, request.placement == OFFLOADED
-            size = sizes_of(network).per_rank(ranks.size, on_host=on_host)
-            ShardedWeightsPatcher.shard(patcher, pages, facts, ranks, size, self.progress, 0, on_host=on_host)
+            ShardedWeightsPatcher.adopt(patcher, pages, facts, self.progress)
+            patcher.shard(ranks, sizes_of(network).per_rank(ranks.size, on_host=on_host), on_host=on_host)
 
     def drop(self, keys: Iterable[str]) -> None:
         """Drop models and networks of patches. Host and device memory is freed; files stay in the page cache."""

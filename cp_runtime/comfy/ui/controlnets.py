@@ -24,7 +24,7 @@ from ..shared.reached import is_of_pack
 from .networks import identified
 from .watching import controls_of
 
-KINDS = comfy.controlnet.ControlNet, comfy.controlnet.ControlNetSD35
+SENT = comfy.controlnet.ControlNet, comfy.controlnet.ControlNetSD35
 """Not those that compute with the weights of the model, nor those of node packs."""
 METHODS = ("ControlNet.get_control", "ControlBase.control_merge")
 """Not replaced by a node pack."""
@@ -161,7 +161,7 @@ class ControlNets(NamedTuple):
 def _kind_here(control: Any) -> str | None:
     """Return the kind of a ControlNet that ranks cannot run; None = they can."""
     cls: Any = type(control)
-    if cls not in KINDS:
+    if cls not in SENT:
         return str(cls.__name__)
     network, patcher = control.control_model, control.control_model_wrapped
     kind = type(network).__name__

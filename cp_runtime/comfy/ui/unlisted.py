@@ -139,7 +139,9 @@ class UnlistedPatches:
         except MirrorError as error:
             unsaid = str(error)
         if unsaid:
-            raise UnsupportedError(f"{self._by} patched the transformer and notes something for later calls: {unsaid}. {self._remedy}")
+            raise UnsupportedError(
+                f"{self._by} patched the transformer and notes something for later calls: {unsaid}. {self._remedy}"
+            )
 
 
 def _texts(body: CodeType) -> Iterator[str]:

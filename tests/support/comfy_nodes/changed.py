@@ -209,7 +209,8 @@ def _forward(network: nn.Module) -> Callable[[], Any]:
 
 def _root(network: nn.Module) -> Callable[[], Any]:
     """With something that cannot be sent."""
-    stock, lock = network.forward_orig, threading.Lock()
+    stock: Any = network.forward_orig
+    lock = threading.Lock()
 
     def forward(*given: Any, **more: Any) -> Any:
         with lock:
