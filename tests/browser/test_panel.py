@@ -74,7 +74,7 @@ def test_quiet_without_workers(browser_server, panel):
     expect(panel).to_contain_text("Press the button, then Run: all GPUs compute each picture or video together.")
     expect(panel.locator(".cp-speed")).to_have_text("No run yet")
     expect(panel.locator(".cp-about")).to_have_text(
-        "No run yet. The speed-up appears after one to three runs, or after one with Measure."
+        "The speed-up appears after one to three runs, or after one with Measure."
     )
     expect(panel.get_by_role("button")).to_have_text(["Measure", "Use all GPUs in this workflow"])
 

@@ -178,7 +178,7 @@ def test_where_the_time_of_a_prompt_went(page, panel, tell, picture, theme):
     expect(legend).to_contain_text("Denoising: 36.0 s")
     expect(legend).to_contain_text("VAE: 4.00 s, 3.00 s of them on all devices")
     said = panel.locator(".cp-prompt .cp-activity")
-    expect(said).to_have_text("Denoising took 36 of 52 s. On one GPU it would take about 120 s. Nodes from the cache: 3.")
+    expect(said).to_have_text("Denoising took 36 of 52 s. On one GPU all of it would take about 120 s. Nodes from the cache: 3.")
     expect(bar).to_have_accessible_name(re.compile("^Text: 2.00 s, Loading: 5.00 s, Denoising: 36.0 s, "))
     picture(f"shots/prompt-{theme}.png", settle=300)
     nothing = {**PROMPT, "parts": [spent("other", 0.01)], "sentence": {"cases": ["all_cached"], "cached": "7", "seconds": "0.01"}}

@@ -57,9 +57,9 @@ ALONE, TOGETHER, UNKNOWN = (SampledRun(20, 1.0, "gpu", other) for other in ((1, 
     ("runs", "cached", "said"),
     [
         ([], 0, "Denoising took 40 of 52 s."),
-        ([ALONE], 0, "Denoising took 40 of 52 s. On one GPU it would take about 72 s."),
-        ([TOGETHER], 0, "Denoising took 40 of 52 s. With 4 × GPU it would take about 38 s."),
-        ([TOGETHER, TOGETHER], 0, "Denoising took 40 of 52 s. With 4 × GPU it would take about 24 s."),
+        ([ALONE], 0, "Denoising took 40 of 52 s. On one GPU all of it would take about 72 s."),
+        ([TOGETHER], 0, "Denoising took 40 of 52 s. With 4 × GPU all of it would take about 38 s."),
+        ([TOGETHER, TOGETHER], 0, "Denoising took 40 of 52 s. With 4 × GPU all of it would take about 24 s."),
         # Half of it was never measured there, or on other devices: no figure.
         ([ALONE, UNKNOWN], 0, "Denoising took 40 of 52 s."),
         ([ALONE, TOGETHER], 0, "Denoising took 40 of 52 s."),

@@ -42,6 +42,9 @@ export function makePanel({ restart, measure, prefer, check }) {
   const element = make("div", "cp-panel", null, first, about, decoded, prompt, held, head, activity, error, use, devices, body, hosts, more, live);
   element.dataset.testid = "context-parallel-panel";
 
+  // Not every way to open a graph has an event.
+  element.addEventListener("pointerenter", () => use.hidden || use.say(label()));
+
   let stoppable = false; // whether a measurement waits or goes on
   let tick = null; // while workers start, for the seconds that they have taken
   let told = null; // the state that was read aloud, or will be in a moment
