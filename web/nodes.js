@@ -22,17 +22,19 @@ app.registerExtension({
 
 /** Fold the advanced inputs away, behind a button; not those that differ from their defaults, however the node came by them. */
 function fold(node) {
-  if (LiteGraph.vueNodesMode) return node.setSize([node.size[0], 0]); // it grows to what it shows; the canvas has counted what is folded away
-  // The frontend's new nodes do this by themselves; those on the canvas show everything.
+  const onCanvas = !LiteGraph.vueNodesMode; // which shows everything; the frontend's new nodes have a button of their own
   const changed = new Set(); // until the button is pressed: none goes away while it is edited
   for (const widget of node.widgets.filter((widget) => widget.options?.advanced)) {
     const usual = widget.value;
-    const isHidden = () => {
+    const isUsual = () => {
       if (widget.value !== usual || node.getSlotFromWidget(widget)?.link != null) changed.add(widget);
-      return !LiteGraph.vueNodesMode && !node.showAdvanced && !changed.has(widget);
+      return !changed.has(widget);
     };
-    Object.defineProperty(widget, "hidden", { get: isHidden });
+    Object.defineProperty(widget.options, "advanced", { get: isUsual, enumerable: true });
+    const isHidden = () => !LiteGraph.vueNodesMode && !node.showAdvanced && isUsual();
+    if (onCanvas) Object.defineProperty(widget, "hidden", { get: isHidden });
   }
+  if (!onCanvas) return node.setSize([node.size[0], 0]); // it grows to what it shows; the canvas has counted what is folded away
   addButton(node, t("nodes.advanced"), () => {
     node.showAdvanced = !node.showAdvanced;
     changed.clear();

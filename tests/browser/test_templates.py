@@ -108,7 +108,7 @@ FOLDED = ("ulysses_degree", "rotate_method", "step_timeout", "memory_per_rank", 
 
 @pytest.mark.parametrize("page", [{"Comfy.VueNodes.Enabled": True}], indirect=True)
 def test_advanced_inputs_are_folded_away(page, picture):
-    """By the frontend's new nodes themselves."""
+    """By the frontend's new nodes themselves; one that is set is shown."""
     add_node(page, "CPConfig")
     node = page.locator("[data-node-id]", has=page.get_by_text("CP Config", exact=True))
     label = node.get_by_test_id("widget-layout-field-label")
@@ -119,6 +119,8 @@ def test_advanced_inputs_are_folded_away(page, picture):
     box = node.bounding_box()
     assert box["height"] < 280  # no empty space for what is folded away
     picture("shots/folded.png")
+    page.evaluate("() => { app.graph.nodes[0].widgets.find(({ name }) => name === 'ring_degree').value = 2 }")
+    expect(label.get_by_text(LABELS["ring_degree"]["name"], exact=True)).to_be_visible()
     node.get_by_text("Show advanced inputs").click()
     for name in FOLDED:
         expect(label.get_by_text(LABELS[name]["name"], exact=True)).to_be_visible()
