@@ -165,7 +165,6 @@ class Events:
         self._server = server
         self._sent = news(snapshot(server).described)
         self._user: tuple[Node | None, str | None] = None, None  # the last node that used the pool, and the client that queued it
-        self._over: Node | None = None  # the last one whose text another prompt has cleared
         self._said: tuple[str, Node | None] = "", None
         self._prompt = ""  # id of the last one that was seen
         # Nodes that have had a text, for the last prompt that had them; and those of them of which it is not known whether they run
@@ -182,7 +181,7 @@ class Events:
             self._sent = new
             self._server.send_sync(EVENT, plain)
         before = self._user
-        if now.node not in (None, before[0], self._over):
+        if now.node is not None and now.node != before[0] and now.node.prompt_id == self._prompt:  # else it was a prompt before
             self._user = now.node, self._server.client_id
         for user, client in (before, self._user):
             words, end = words_for(client), ending(self._server, user)
@@ -207,7 +206,7 @@ class Events:
         for (client, node_id), node in [*self._told.items()]:
             if node.prompt_id != self._prompt and graph.get(node_id, {}).get("class_type") == node.kind:
                 if node == self._user[0]:
-                    self._user, self._over = (None, None), node
+                    self._user = None, None
                 kind = "elsewhere" if client != queued_by else "waiting" if _is_shared(graph, node_id) else "bypassed"
                 self._say(words_for(client).say(f"node.{kind}"), node._replace(prompt_id=self._prompt), client)
                 if kind == "waiting":
