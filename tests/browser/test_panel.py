@@ -73,9 +73,7 @@ def test_quiet_without_workers(browser_server, panel):
     headline(panel, "no workers")
     expect(panel).to_contain_text("Press the button, then Run: all GPUs compute each picture or video together.")
     expect(panel.locator(".cp-speed")).to_have_text("No run yet")
-    expect(panel.locator(".cp-about")).to_have_text(
-        "The speed-up appears after one to three runs, or after one with Measure."
-    )
+    expect(panel.locator(".cp-about")).to_have_text("The speed-up appears after one to three runs, or after one with Measure.")
     expect(panel.get_by_role("button")).to_have_text(["Measure", "Use all GPUs in this workflow"])
 
 
@@ -164,6 +162,7 @@ def test_cancel(browser_server, page, panel):
     page.get_by_role("button", name="Cancel current run").first.click()
     headline(panel, "idle")
     expect_text_in_node(page, "cancelled")
+    expect(panel.locator(".cp-speed")).to_have_text("Cancelled")
     assert browser_server.worker_pids() == pids
     assert browser_server.get("/queue")["queue_running"] == []
 
@@ -176,6 +175,8 @@ def test_a_rank_that_is_killed(browser_server, page, panel, picture, theme):
     pids = browser_server.worker_pids()
     os.kill(pids[1], signal.SIGKILL)
     headline(panel, "failed")
+    expect(panel.locator(".cp-speed")).to_have_text("The last run failed")
+    expect(panel.locator(".cp-about")).to_be_hidden()
     error = panel.locator(".cp-error")
     expect(error).to_contain_text(re.compile(r"Error: \d+:\d\d:\d\d.*, Process 1, KSampler \(node sampler\)"))
     expect(error).to_contain_text(f"rank 1 (pid {pids[1]}) failed: SIGKILL")

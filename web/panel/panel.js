@@ -57,7 +57,7 @@ export function makePanel({ restart, measure, prefer, check }) {
     first.hidden = !now || (!now.speed && BUSY.includes(state));
     about.textContent = speedOf(known);
     speed.textContent = briefly(known) ?? about.textContent;
-    about.hidden = first.hidden || about.textContent === speed.textContent;
+    about.hidden = first.hidden || ["", speed.textContent].includes(about.textContent);
     stoppable = Boolean(known.measuring);
     measuring.hidden = !stoppable && known.parts.cases.includes("one_device");
     const ask = known.parts.count ? t("measure_again") : t("measure");
@@ -104,12 +104,12 @@ export function makePanel({ restart, measure, prefer, check }) {
   return element;
 }
 
-/** The words of the server, in the user's language: the same cases and numbers. */
+/** The words of the server, in the user's language: the same cases and numbers; empty where the title says it all. */
 function speedOf(speed) {
   if (speed.measuring) return t("speed.measuring");
   const { cases, unit, obstacle } = speed.parts;
   const values = { ...speed.parts, unit: t(`unit.${unit}`), obstacle: obstacle && t(`obstacle.${obstacle}`) };
-  return cases.reduce((text, each) => t(`speed.${each}`, { ...values, speed: text }), "");
+  return cases.reduce((text, each) => find(`speed.${each}`, { ...values, speed: text }) ?? "", "");
 }
 
 /** The speed in a line; null where the sentence is one. */

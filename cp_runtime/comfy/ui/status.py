@@ -29,6 +29,9 @@ MOST = 60
 STATES = {"start": "starting", "load": "loading", "attach_network": "loading", "call": "computing"}
 """State by command. The others take no time: the ranks keep their state."""
 
+NO_SPEED = {"state.failed": "failed", "obstacle.cancelled": "cancelled"}
+"""Key of the reason for no speed, of "title", by the outcome of an unfinished prompt."""
+
 UNFINISHED = {"execution_error": "state.failed", "execution_interrupted": "obstacle.cancelled"}
 """Outcome of an unfinished prompt, a key of its text, by the message in ComfyUI's history."""
 
@@ -40,7 +43,8 @@ class Status:
     Args:
         result: of the last sampling run.
         measuring: the next run is compared with one device.
-        no_speed: key of the reason for no speed, of "speed".
+        unfinished: the prompt has ended before its node: its run has no speed.
+        no_speed: key of the reason for no speed, of "title".
         node: the current or last one that uses the workers.
         waiting, compiling: ranks that have not reported on the command, and those of them that compile.
         comparing: a call is repeated on one device.
@@ -70,6 +74,7 @@ class Status:
     errors: list[Failure]
     result: RunResult | None
     measuring: bool
+    unfinished: bool
     no_speed: str
     node: Node | None
     last_prompt: dict[str, Any] | None
@@ -81,15 +86,16 @@ class Status:
     @property
     def described(self) -> dict[str, Any]:
         """The status as plain data. Anyone who reaches ComfyUI's port can read it: it holds no paths and no tracebacks."""
-        inside = ("result", "measuring", "node", "last", "waiting", "comparing")
+        inside = ("result", "measuring", "unfinished", "node", "last", "waiting", "comparing")
         result, call = self.result or RunResult(), self.last_call
+        is_known = self.result is not None and not (self.unfinished and result.running)
         return {
             **{name: getattr(value, "described", value) for name, value in vars(self).items() if name not in inside},
             "version": VERSION,
             "activity": self.activity(words_in(ENGLISH)),
             "node": self.node and {"id": self.node.node_id, "type": self.node.kind},
             "compiling": bool(self.compiling),
-            "speed": {**result.described, "measuring": self.measuring} if self.result or self.measuring else None,
+            "speed": {**result.described, "measuring": self.measuring} if is_known or self.measuring else None,
             "last_call": call and {**call.described, "waiting_share": result.waiting_share},  # of the run, as in the report
             "errors": [error.described for error in self.errors],
             "last_prompt": self.last_prompt
@@ -168,7 +174,7 @@ def snapshot(server: Any) -> Status:
     resident now, `device` the peak of the last call.
     """
     workers, journal = CONTROLLER.workers, CONTROLLER.journal
-    result = journal.result
+    result, end = journal.result, NO_SPEED.get(ending(server, journal.node) or "")
     off = Status(
         settings=asdict(CONTROLLER.preferences.chosen),
         hosts=HOSTS.listed(workers.pool if workers else None),
@@ -177,7 +183,8 @@ def snapshot(server: Any) -> Status:
         errors=list(journal.errors),
         result=result,
         measuring=journal.measuring,
-        no_speed=_no_speed(server, journal),
+        unfinished=end is not None,
+        no_speed=end or _no_speed(journal),
         node=journal.node,
         last_prompt=_last_prompt(server, journal.prompt),
     )
@@ -227,15 +234,13 @@ def ending(server: Any, node: Node | None) -> str | None:
     return ""
 
 
-def _no_speed(server: Any, journal: Journal) -> str:
-    """Return what became of the last run, where it has no speed: a key of its text, of "speed"."""
+def _no_speed(journal: Journal) -> str:
+    """Return what became of the last run, where it has no speed: a key of its text, of "title"."""
     if journal.last_error is not None:
         return "failed"
     if journal.is_bypassed:
         return "bypassed"
-    if not journal.run.machine:
-        return "no_run"
-    return "cancelled" if ending(server, journal.node) == UNFINISHED["execution_interrupted"] else "running"
+    return "running" if journal.run.machine else "no_run"
 
 
 def _last_prompt(server: Any, times: PromptTimes) -> dict[str, Any] | None:
