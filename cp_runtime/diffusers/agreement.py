@@ -113,15 +113,16 @@ def agree(value: Any, group: RankGroup) -> list[Any]:
     own = value if isinstance(value, Exception) else None
     if own is not None:
         kind = "" if isinstance(own, PlanError) else f"{type(own).__name__}: "
-        value = {ERROR: f"{kind}{own}"[:MESSAGE]}
+        where = "" if isinstance(own, ErrorOfRank) else f"rank {group.global_rank(group.rank)}: "
+        value = {ERROR: where + f"{kind}{own}"[:MESSAGE]}
     # Of one size, for values and errors: a rank with an error enters the same collective as the others.
     text = json.dumps(value).encode().ljust(8 * MESSAGE)  # at most 6 bytes per character
     padded = torch.tensor(list(text), dtype=torch.uint8, device=group.device)
     (rows,) = group.all_gather([padded[None]], [1] * group.size, 0)
     answers = [json.loads(bytes(row)) for row in rows.tolist()]
-    for rank, answer in enumerate(answers):
+    for answer in answers:
         if isinstance(answer, dict) and ERROR in answer:
-            raise own or ErrorOfRank(f"rank {group.global_rank(rank)}: {answer[ERROR]}", group)
+            raise own or ErrorOfRank(answer[ERROR], group)
     return answers
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..engine.ranks.mesh import BatchMesh
 from ..engine.ranks.sharding import BatchShares
 from ..errors import PlanError
-from ..nested import rebuild, tensors
+from ..nested import form_of, rebuild, tensors
 from .known import Dims
 
 
@@ -33,17 +33,19 @@ class BatchSlice:
         """Return this rank's share, or None if there are fewer items than groups: then all ranks share the sequence.
 
         Items are counted along dimension 0 of the first argument that is a tensor of three or more dimensions, or in a list with
-        one for each. Those of several sizes are not divided: outputs of other groups would be of unknown sizes.
+        one for each. Those of several sizes are not divided: outputs of other groups would be of unknown sizes. Nor are any where a
+        list without tensors has different entries: diffusers takes the first one for all items.
         """
         if groups == 1:
             return None
         first = next((name for name, value in given.items() if any(tensor.ndim >= 3 for tensor in tensors(value))), "")
-        found = list(tensors(given.get(first)))
-        if listed := dims.get(first) == 0:
-            items = len(found) if len({tensor.shape for tensor in found}) == 1 else 0
-        else:
-            items = next((tensor.shape[0] for tensor in found if tensor.ndim >= 3), 0)
-        if items < groups:
+        found = [tensor for tensor in tensors(given.get(first)) if tensor.ndim >= 3]
+        listed = dims.get(first) == 0
+        items = len(given[first]) if listed else found[0].shape[0] if found else 0
+        lists = [value for name, value in given.items() if isinstance(value, list) and dims.get(name) == 0]
+        said = [value for value in lists if not any(True for _ in tensors(value))]
+        differ = (listed and len(set(map(form_of, given[first]))) > 1) or any(each != value[0] for value in said for each in value)
+        if items < groups or differ:
             return None
         return cls(mesh, BatchShares(groups, items, 1, frozenset(), mesh.group_shares(groups)), listed)
 
@@ -64,9 +66,12 @@ class BatchSlice:
         if dim is None:
             return value
         if isinstance(value, Tensor):
-            return value.narrow(dim, start, stop - start) if value.ndim > dim and value.shape[dim] == self._shares.items else value
+            rows, rest = divmod(value.shape[dim], self._shares.items) if value.ndim > dim else (0, 0)
+            if rest or (rows != 1 and not (rows and name in dims)):  # several of an item, where that is known
+                return value
+            return value.narrow(dim, start * rows, (stop - start) * rows)
         if isinstance(value, (list, tuple)):
-            if name in dims and len(value) == self._shares.items:
+            if name in dims and dim == 0 and len(value) == self._shares.items:
                 return value[start:stop]
             return rebuild(value, [self.take(item, "", dims) for item in value])
         if isinstance(value, dict):

@@ -134,7 +134,8 @@ class ShardedCalls:
             )
         if self.installed.refresh():
             self._processors = attending(self._module)
-        posted = self._checksums.begin(self._stock, args, kwargs, _call_error(self._module, kwargs))
+        error = _call_error(self._module, kwargs)
+        posted = self._checksums.begin(self._stock, args, kwargs, error)
         backends = tuple(attention_backend_of(attention.processor) for attention in self._processors)
         attention = (backends, *(type(attention.processor) for attention in self._processors))
         form = (form_of(args), form_of(kwargs), attention)
@@ -142,8 +143,9 @@ class ShardedCalls:
         # What has attended before may leave it out on purpose, as where a step cache keeps what blocks returned.
         self._is_new = attention != self._attended or not self._processors
         if first and self._in_step:
-            run = self._verified if self._verify and not self._calls else self._sharded
-            out = agreement.in_step(partial(run, args, kwargs), self._mesh.whole)
+            out = agreement.in_step(partial(self._first, error, args, kwargs), self._mesh.whole)
+        elif error is not None:
+            raise error
         else:
             out = self._sharded(args, kwargs)
         # First calls have collectives that others lack. Ranks get the same calls, so they remember and forget the same forms.
@@ -153,6 +155,13 @@ class ShardedCalls:
         self._calls, self._attended = self._calls + 1, attention
         self._checksums.end(posted, self._stock, args, kwargs)
         return out
+
+    @not_compiled_itself
+    def _first(self, error: PlanError | None, args: tuple[Any, ...], kwargs: Mapping[str, Any], ask: Callable[[], None]) -> Any:
+        """Run the first call of a form. `error`: keeps this rank from it."""
+        if error is not None:
+            raise error
+        return (self._verified if self._verify and not self._calls else self._sharded)(args, kwargs, ask)
 
     @not_compiled_itself
     def _verified(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], ask: Callable[[], None]) -> Any:
@@ -176,7 +185,7 @@ class ShardedCalls:
         if ask is None:
             return share.gather(run(None))
         # Groups may attend a different number of times, as with guidance by skipped layers for some items: each asks its own ranks.
-        out = agreement.in_step(run, sequence.whole)
+        out = agreement.in_step(partial(run, ask_all=ask), sequence.whole)
         ask()
         return share.gather(out)
 
@@ -188,10 +197,12 @@ class ShardedCalls:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         ask: Callable[[], None] | None,
+        ask_all: Callable[[], None] | None = None,
     ) -> Any:
-        """Run this group's part of a call."""
-        installed = self.installed
+        """Run this group's part of a call. `ask_all`: asks the other groups, too, of which each has a part of the weights."""
+        installed, asks = self.installed, [each for each in (ask, ask_all) if each is not None]
         with (
+            nullcontext() if self.weights is None else self.weights.asking(asks),
             installed.call(sequence, lambda shape: degrees, weights=self.weights) as call,
             shared_attention(call, self._mesh.whole, partial(enabled_caches, self._module)) as shared,
             serving(shared.answer),
@@ -204,6 +215,7 @@ class ShardedCalls:
     ) -> tuple[BatchSlice | None, SequenceMesh, ContextParallelConfig, tuple[Any, ...], Mapping[str, Any]]:
         """Return this group's slice of the batch, its ranks, degrees and arguments; no slice, and `sequence`, if all share it."""
         batch_degree, given = self._config.batch_degree, dict(zip(self._names, args, strict=False)) | dict(kwargs)
+        given = {**{name: given[name] for name in self._names if name in given}, **given}  # in the order of the signature
         share = BatchSlice.of(batch, batch_degree, given, self._dims)
         if share is None:
             return None, sequence, self._config.of_all_ranks, args, kwargs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from operator import attrgetter
 from typing import Any
 from weakref import ref
@@ -21,6 +21,7 @@ from . import agreement
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 REMEMBERED = 64  # inputs that come again, such as texts and positions
+ITEMS = 64  # at most, of a batch
 SAMPLE = 64  # elements of a weight that are compared
 COUNTED = 32  # weights whose in-place changes are counted per call
 PLAIN = (Tensor, nn.Parameter)
@@ -56,7 +57,7 @@ class Checksums:
 
         Args:
             forward: the module's own.
-            error: an error that keeps this rank from the call.
+            error: an error that keeps this rank from the call. Others learn of it where all is compared.
 
         Raises:
             PlanError: on all ranks alike, if they were given different inputs or one has an error.
@@ -64,22 +65,27 @@ class Checksums:
         if self._always or self._is_first:
             self._compare(forward, args, kwargs, error)
             return None
-        if error is not None:
-            raise error
-        sums = [self._sum(each) for each in _comparable(args, kwargs)]
-        host = self._weights.number() + sum(each for each in sums if isinstance(each, int))
-        return self._post((host + HALF) % (2 * HALF) - HALF, [each for each in sums if not isinstance(each, int)])
+        # Times odd numbers, so that swapped tensors show, and so do swapped items in `checksum`.
+        host, on_device = self._weights.number(), {}
+        for place, each in enumerate(_comparable(args, kwargs)):
+            made = self._sum(each)
+            if isinstance(made, int):
+                host += made * (2 * place + 1)
+            else:
+                on_device[2 * place + 1] = made
+        return self._post((host + HALF) % (2 * HALF) - HALF, on_device)
 
-    def _post(self, host: int, on_device: list[Tensor]) -> Posted:
-        """Send the sum of a number and of some on devices to all ranks."""
+    def _post(self, host: int, on_device: Mapping[int, Tensor]) -> Posted:
+        """Send the sum of a number and of some on devices, by what each is multiplied with, to all ranks."""
         group, shared = self._group, None if on_device else self._group.shared
         if shared is not None:
             group.stats.counts["checks"] += 1
             return partial(shared.published, shared.publish(host))
-        place = on_device[0].device if on_device else group.device
+        place = next((each.device for each in on_device.values()), group.device)
         own = torch.full((1,), host, device=place)
         if on_device:
-            own += torch.stack([each.to(place) for each in on_device]).sum()
+            factors = _odd(tuple(on_device), place)
+            own += (torch.stack([each.to(place) for each in on_device.values()]) * factors).sum()
         numbers = own.new_empty(group.size)
         pending = group.gather_parts(own, numbers, "checks")
         if own.is_cpu or group.via_host:
@@ -188,15 +194,25 @@ def _described(module: nn.Module) -> Iterator[object]:
     yield sorted(pair for some, of_some in zip(sums.values(), numbers, strict=True) for pair in zip(some, of_some, strict=True))
 
 
+@lru_cache(64)
+def _odd(factors: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(factors, device=device)
+
+
 def checksum(tensor: Tensor) -> int | Tensor:
     """Return the sum of a tensor's elements, taken as integers: the same in any order of adding, in any memory, on any device.
 
-    It is a number for tensors of the CPU.
+    Those of the n-th of some items count 2 n + 1 times. It is a number for tensors of the CPU.
     """
     data = elements(tensor)
     bits = data.view(INTEGERS[data.element_size()])
     if bits.is_cpu and bits.numel() == 1:
         return int(bits)
     # In 64 bits: modulo 2^32 a tensor of a power of two of elements has the sum of its negative, of its double and of its half.
-    made = bits.sum()
-    return int(made) if bits.is_cpu else made
+    if not bits.ndim or not 1 < len(bits) <= ITEMS:
+        made = bits.sum()
+        return int(made) if bits.is_cpu else made
+    sums = bits.flatten(1).sum(1) if bits.ndim > 1 else bits.long()
+    if bits.is_cpu:
+        return sum(int(each) * (2 * item + 1) for item, each in enumerate(sums.tolist()))
+    return (sums * _odd(tuple(range(1, 2 * len(bits), 2)), bits.device)).sum()

@@ -172,7 +172,7 @@ CLASSES: Mapping[str, Known] = {
     "HunyuanVideo15Transformer3DModel": Known(
         _IMAGE_FIRST, {**_JOINT, **_ROPE, "transformer_blocks.*": {"attention_mask": ContextParallelInput(1, 2)}}
     ),
-    "WanTransformer3DModel": Known(staged=True),
+    "WanTransformer3DModel": Known(staged=True, items={"encoder_hidden_states_image": 0}),  # two rows for two pictures
     "ChronoEditTransformer3DModel": Known((), {"": {"timestep": ContextParallelInput(1, 2)}}),
     "HeliosTransformer3DModel": Known(),
     "LTXVideoTransformer3DModel": Known((), {"": {"timestep": _TOKEN_STEPS}}),
@@ -319,6 +319,7 @@ CLASSES: Mapping[str, Known] = {
             "transformer_blocks.*": _IMAGE_POSITIONS,
             "transformer_blocks.-1": ContextParallelOutput(1, 3),
         },
+        items={"position_ids": None},
     ),
     "ZImageTransformer2DModel": Known(
         (),
@@ -327,8 +328,12 @@ CLASSES: Mapping[str, Known] = {
             "noise_refiner.*": _WHOLE,
             "context_refiner.*": _WHOLE,
             "layers.0": {"x": _TOKENS},
-            "layers.*": {"freqs_cis": ContextParallelInput(1, 3, streams=("x",), side=True)},
-            "all_final_layer.*": ContextParallelOutput(1, 3),
+            "layers.*": {
+                "freqs_cis": ContextParallelInput(1, 3, streams=("x",), side=True),
+                "noise_mask": ContextParallelInput(1, 2, streams=("x",), side=True),
+            },
+            "all_final_layer.*": {"noise_mask": ContextParallelInput(1, 2, streams=("x",), side=True)},
+            "all_final_layer.*.linear": ContextParallelOutput(1, 3),
         },
         items=dict.fromkeys(("x", "cap_feats", "siglip_feats", "image_noise_mask"), 0),
     ),

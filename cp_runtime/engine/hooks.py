@@ -115,15 +115,15 @@ class InstalledPlan(Generic[PlanT]):
             raise PlanError("a sharded call is running already")
         after_attention = weights.after_attention if weights is not None else None
         call = self.current = kind(self.plan, type(self.model).__name__, mesh, planner, on_module, self.kept, after_attention)
-        with trace_range("cp.call"), weights.call() if weights is not None else nullcontext():
-            try:
+        try:
+            with trace_range("cp.call"), weights.call() if weights is not None else nullcontext():
                 yield call
                 self._check_missed()
                 call.check_attention()
-            finally:
-                self.current = None
-                self._missed.clear()
-                call.close()
+        finally:
+            self.current = None
+            self._missed.clear()
+            call.close()
 
     @not_compiled_itself
     def forward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

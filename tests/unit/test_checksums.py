@@ -1,5 +1,7 @@
 """What a checksum tells apart, and when a number for weights is made again."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -28,6 +30,18 @@ def test_a_checksum_is_of_numbers_and_not_of_their_place_in_memory(dtype, shape)
 def test_a_multiple_has_another_checksum(dtype, factor):
     values = torch.randn(1024, generator=torch.Generator().manual_seed(1)).to(dtype)
     assert checksum(values * factor) != checksum(values)
+
+
+def test_other_items_and_other_arguments_have_other_checksums():
+    values = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+    orders = [values[list(order)] for order in itertools.permutations(range(3))]
+    assert len({checksum(order) for order in orders}) == len({checksum(order[:, 0]) for order in orders}) == 6
+    checks, sent = Checksums(nn.Linear(1, 1), RankGroup(None), always=False), []
+    checks._post, checks._is_first = lambda host, on_device: sent.append(host), False
+    for given in ((values, values + 1), (values + 1, values)):
+        checks.begin(lambda *_: None, given, {})
+    assert sent[0] != sent[1]
+    checks.stop()
 
 
 def test_a_number_expanded_over_a_batch_has_a_checksum():

@@ -201,6 +201,15 @@ def test_a_number_is_waited_for_until_it_is_whole():
     thread.join()
 
 
+def test_a_number_that_is_gone_is_not_waited_for():
+    """The other rank has published many since, in calls that ended in errors before anybody looked."""
+    one, other = made(timeout=0.3)
+    place = one.publish(5)
+    for turn in range(segment.PLACES + 1):
+        other.publish(turn)
+    assert one.published(place) == [5]
+
+
 def test_a_number_that_never_comes_is_given_up(child):
     """When the timeout is over, or the rank has ended."""
     one, _ = made(timeout=0.3)

@@ -14,6 +14,7 @@ import mmap
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -247,9 +248,13 @@ class Exchange:
         return self._published
 
     def published(self, place: int) -> list[int]:
-        """Return the numbers of all ranks at a place: until each has published `PLACES` more, which no rank does before it has read
-        these."""
-        return [self._published_by(rank, place) for rank in range(len(self.segments))]
+        """Return the numbers of the ranks at a place, once they are there; without those of ranks that have published `PLACES` more
+        since: after errors they look at none."""
+        found = []
+        for rank in range(len(self.segments)):
+            with suppress(LookupError):
+                found.append(self._published_by(rank, place))
+        return found
 
     def _published_by(self, rank: int, place: int) -> int:
         segment = self.segments[rank]

@@ -93,10 +93,13 @@ class Segment:
         self._words[at], self._words[at + 1] = value, value ^ place
 
     def published(self, place: int) -> int | None:
-        """Return the number at a place; None as long as there is another one, or half of it."""
+        """Return the number at a place; None as long as there is an earlier one, or half of it. Raises LookupError: it is gone."""
         at = LINE // 8 + 2 * (place % PLACES)
         value, check = self._words[at], self._words[at + 1]
-        return value if value ^ check == place else None
+        found = value ^ check
+        if found > place and not (found - place) % PLACES:
+            raise LookupError
+        return value if found == place else None
 
     def grow(self, nbytes: int) -> tuple[int, int]:
         """Add room; return (where it is, its size). Raises OSError: the system has no more memory."""

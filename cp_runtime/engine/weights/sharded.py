@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -119,6 +119,7 @@ class ShardedWeights:
         self._place = 0  # position in the order
         self._attentions = 0  # since the last block was entered, or the call's start
         self._in_call = False
+        self._asks: Sequence[Callable[[], None]] = ()
         self._may_overlap = ranks.may_overlap
         self._stream = None if device.type == "cpu" else torch.get_device_module(device).Stream(device)
         self._hooks = []
@@ -152,8 +153,22 @@ class ShardedWeights:
             self._evict(old)
 
     @contextlib.contextmanager
+    def asking(self, asks: Sequence[Callable[[], None]]) -> Iterator[None]:
+        """Call functions before blocks are fetched, while active: all ranks do, and they raise where one of these has failed."""
+        self._asks = asks
+        try:
+            yield
+        finally:
+            self._asks = ()
+
+    def _ask(self) -> None:
+        for ask in self._asks:
+            ask()
+
+    @contextlib.contextmanager
     def call(self) -> Iterator[None]:
         """Prefetch blocks while active. All ranks enter it alike."""
+        self._ask()
         largest = max((sharded.nbytes for sharded in self._sharded.values()), default=0)
         if [buffer.nbytes for buffer in self._all_buffers] != [largest] * 2:
             self.free_buffers()
@@ -179,7 +194,8 @@ class ShardedWeights:
     def after_attention(self) -> None:
         """Note that an attention, with its exchanges, has been launched."""
         self._attentions += 1
-        self._request_portion()
+        if not self._asks:  # else nothing is fetched before all have said that they go on
+            self._request_portion()
 
     def free_buffers(self) -> None:
         """Drop the buffers until the next call."""
@@ -226,6 +242,7 @@ class ShardedWeights:
             raise PlanError(
                 f"{name} runs outside of a call of the model, but its weights are put together in one only. {self._remedy}"
             )
+        self._ask()
         if sharded.buffer is None and not self._assign_buffer(sharded):
             raise PlanError(f"{name} runs inside of two other blocks, and two are there at a time. {self._remedy}")
         sharded.running += 1

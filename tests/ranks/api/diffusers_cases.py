@@ -279,6 +279,17 @@ def z_image(sizes: tuple[tuple[int, int], ...] = ((12, 10),), texts: tuple[int, 
     ) | extra  # fmt: skip
 
 
+def z_image_omni(batch: int, images: int = 2) -> dict[str, Any]:
+    """Pictures to look at, and the one to make, which is the last."""
+    items, seen = range(batch), range(images - 1)
+    return dict(
+        x=[[normal(4, 1, 8, 8, seed=10 * i + j) for j in range(images)] for i in items], t=torch.linspace(0.3, 0.9, batch),
+        cap_feats=[[normal(5, 24, seed=10 * i + j) for j in range(images + 1)] for i in items],
+        siglip_feats=[[*(normal(2, 3, 12, seed=10 * i + j) for j in seen), None] for i in items],
+        image_noise_mask=[[*(0 for _ in seen), 1] for _ in items],
+    )  # fmt: skip
+
+
 def cosmos(batch: int = 1, channels: int = 4, **extra: Any) -> dict[str, Any]:
     return dict(
         hidden_states=normal(batch, channels, 3, 6, 10), timestep=torch.linspace(0.3, 0.9, batch),
@@ -354,6 +365,8 @@ CASES = [
     Case("qwen edit", "qwen edit", lambda: qwen(images=((6, 5), (3, 4)))),
     Case("qwen edit mask batch 2", "qwen edit",
         lambda: qwen(batch=2, images=((5, 5), (3, 4)), encoder_hidden_states_mask=padding(2, 6, length=7)), QWEN_MASK),
+    # The first of them counts for positions.
+    Case("qwen batch 2 of two shapes", "qwen", lambda: qwen(2) | dict(img_shapes=[[(1, 6, 5)], [(1, 5, 6)]])),
     Case("qwen layered", "qwen layered",
         lambda: qwen(images=((3, 4), (3, 4), (3, 4), (3, 4)), additional_t_cond=torch.tensor([0]))),
     Case("wan t2v", "wan t2v", wan),
@@ -368,6 +381,7 @@ CASES = [
     Case("wan i2v", "wan i2v", wan_i2v),
     Case("wan i2v batch 2 odd", "wan i2v", lambda: wan_i2v(batch=2, height=6, width=6, image=5)),
     Case("wan flf2v", "wan flf2v", lambda: wan_i2v() | dict(encoder_hidden_states_image=normal(2, 6, 20))),
+    Case("wan flf2v batch 2", "wan flf2v", lambda: wan_i2v(batch=2) | dict(encoder_hidden_states_image=normal(4, 6, 20))),
     Case("ltx", "ltx", ltx),
     Case("ltx one text token", "ltx", lambda: ltx(text=1)),
     # Two streams that have the same share on some ranks, and on others not.
@@ -490,6 +504,7 @@ CASES = [
     Case("krea 2 batch 2", "krea 2", lambda: krea_2(2, (3, 7)), LTX_MASK),
     Case("z image", "z image", z_image),
     Case("z image controlnet", "z image", lambda: z_image(controlnet_block_samples={1: normal(1, 64, 48)})),
+    Case("z image omni batch 2", "z image omni", lambda: z_image_omni(2)),
     Case("z image batch 2", "z image", lambda: z_image(((12, 10),) * 2, (7, 40))),
     Case("z image batch 2 of two sizes", "z image", lambda: z_image(((12, 10), (8, 8)), (7, 40))),
     Case("cosmos", "cosmos", cosmos),
@@ -564,7 +579,7 @@ ON_TWO_RANKS = (
     "plans_that_say_too_little", "streams_in_no_order", "caches", "compiled", "errors_of_one_rank", "wrapped_before",
     "later_inputs", "weights_of_one_rank", "wrapped_forwards", "both_halves_cached", "left_out_on_purpose", "attended_another_way",
     "blocks_change_in_the_forward", "features_of_diffusers", "keys_and_values_kept", "more_messages_than_are_kept",
-    "what_is_remembered", "layers_skipped_for_some_items",
+    "what_is_remembered", "layers_skipped_for_some_items", "errors_of_one_rank_between_blocks",
 )  # fmt: skip
 ON_TWO_AXES = ("configs", "meshes", "other_ways", "batch_axis", "batch_axis_alone", "fsdp")
 

@@ -149,6 +149,11 @@ def later_inputs(rank: int, world: int) -> None:
             model(**inputs)
             text += own
             refused(partial(model, **inputs), f"encoder_hidden_states {last}")
+            pair = flux(2)
+            forward(model, pair)
+            for name in ("hidden_states", "encoder_hidden_states", "timestep"):  # the same numbers, of other items
+                order = pair[name].flip(0) if own else pair[name]
+                refused(partial(forward, model, {**pair, name: order}), f"{name} {last}")
             close(relative(forward(model, flux()), expected))
 
 

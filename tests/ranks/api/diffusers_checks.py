@@ -70,6 +70,26 @@ def errors_of_one_rank(rank: int, world: int) -> None:
     close(relative(forward(model, inputs), expected))
 
 
+def errors_of_one_rank_between_blocks(rank: int, world: int) -> None:
+    """The same where ranks fetch each other's weights, all of them or by groups, and before the first block of a later form."""
+    inputs, last = flux(2), rank == world - 1
+    expected = forward(build("flux"), inputs)
+    for shape in (dict(ulysses_degree=world), dict(batch_degree=world)):
+        model = build("flux")
+        apply_context_parallel(model, ContextParallelConfig(**shape, **ANYTHING), shard_weights=True)
+        close(relative(forward(model, inputs), expected))
+        places = (model.x_embedder, model.transformer_blocks[0], model.transformer_blocks[0].ff, model.norm_out)
+        for text, place in enumerate(places, 3):
+            handle = place.register_forward_pre_hook(partial(fails, last))
+            refused(partial(forward, model, flux(2, text=text)), "of one rank", kind=Exception)
+            handle.remove()
+            close(relative(forward(model, inputs), expected))
+        model.train(last)
+        refused(partial(forward, model, flux(2, text=8)), "is in training mode")
+        model.eval()
+        close(relative(forward(model, inputs), expected))
+
+
 def other_inputs(rank: int, world: int) -> None:
     """Inputs that are not the same on all ranks are named in the first call, and with check_inputs before each."""
     model, differ = build("flux"), f"hidden_states on rank {world - 1}: not what rank 0 was given"

@@ -240,6 +240,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "hidream": ("HiDreamImageTransformer2DModel", HIDREAM),
     "krea 2": ("Krea2Transformer2DModel", KREA_2),
     "z image": ("ZImageTransformer2DModel", Z_IMAGE),
+    "z image omni": ("ZImageTransformer2DModel", dict(Z_IMAGE, siglip_feat_dim=12)),
     "cosmos": ("CosmosTransformer3DModel", COSMOS),
     "cosmos 2": ("CosmosTransformer3DModel", dict(COSMOS, in_channels=5, extra_pos_embed_type=None, controlnet_block_every_n=1)),
 }

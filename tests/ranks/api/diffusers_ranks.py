@@ -21,10 +21,12 @@ rank, world, _ = start()
 def reach(model, inputs, expected, causal):
     """How much the last token of the input, or where that is causal the first, moves the output token that it moves least."""
     latent = inputs.get("hidden_states")
-    moved = (inputs["x"][0] if latent is None else latent).clone()  # a list, of pictures of different sizes
+    first, *others = inputs["x"] if latent is None else [latent]  # a list, of pictures of different sizes
+    moved = (first[-1] if isinstance(first, list) else first).clone()
     at = (0, slice(2), slice(2)) if causal else (-1, slice(-2, None), slice(-2, None))
     moved[(slice(None), at[0]) if moved.ndim == 3 else (..., *at)] += 4.0  # tokens, or a video in patches of 2 x 2
-    latents = {"x": [moved, *inputs["x"][1:]]} if latent is None else {"hidden_states": moved}
+    first = [*first[:-1], moved] if isinstance(first, list) else moved
+    latents = {"x": [first, *others]} if latent is None else {"hidden_states": moved}
     change = (forward(model, {**inputs, **latents})[0] - expected[0]).abs()
     return (change.amax(1 if change.ndim == 5 else 2).min() / expected[0].std()).item()
 
