@@ -55,17 +55,28 @@ def test_a_prompt_that_changes_nothing_imports_nothing(served, server):
 
 
 @pytest.mark.parametrize("served", ["flux"])
-def test_what_a_pack_replaces_later_is_refused(served, pack_server):
+@pytest.mark.parametrize(
+    ("change", "back", "what"),
+    [
+        (("ReplaceLater", {"back": False}), ("ReplaceLater", {"back": True}), "changing-late replaced comfy.ldm.flux.layers.rope"),
+        (
+            ("SetScale", {"scale": 0.8}),
+            ("SetScale", {"scale": 0.9}),
+            "changing-block replaced custom_nodes/changing-block.SETTINGS['flux']['scale']",
+        ),
+    ],
+    ids=["code", "settings"],
+)
+def test_what_a_pack_changes_later_is_refused(change, back, what, served, pack_server):
+    """Between two prompts with the same model."""
     make = partial(prompt_of, served, cp=CP)
     expected = pack_server.sample(make())
-    late = [("ReplaceLater", {"back": False})]
     try:
-        words = "the node pack changing-late replaced comfy.ldm.flux.layers.rope, and it does not do so when the workers import it"
-        pack_server.fails(make(model_nodes=late), words, "Disable that pack")
+        pack_server.fails(make(model_nodes=[change]), what, "it does not do so when the workers import it", "Disable that pack")
         stock = pack_server.sample(prompt_of(served))
         assert differ(stock, expected)
         one_device = {**CP, "on_unsupported": "single device"}
         assert_close(pack_server.sample(family_prompt(families.served()[served][1], steps=2, cp=one_device)), stock)
     finally:
-        pack_server.run(prompt_of(served, model_nodes=[("ReplaceLater", {"back": True})])).check()
+        pack_server.run(prompt_of(served, model_nodes=[back])).check()
     assert_close(pack_server.sample(make()), expected)

@@ -1,6 +1,8 @@
 """Rank script, one process: the code of a model and of a VAE as a fingerprint, and what node packs do to it."""
 
+import argparse
 import collections
+import enum
 import fractions
 import functools
 import importlib
@@ -82,6 +84,13 @@ class Callable:
 
     def method(self, *args, **kwargs):
         return args
+
+
+class Kind(enum.Enum):
+    """A choice of a pack."""
+
+    ONE = 1
+    OTHER = 2
 
 
 class Slotted:
@@ -212,11 +221,6 @@ shown = code_of(seedvr)
 with patch.object(importlib.import_module("comfy.utils"), "PROGRESS_BAR_HOOK", foreign):
     report(name="progress", names=differing(shown.hashes, code_of(seedvr).hashes))
 
-# An attribute that a helper of the constructor assigns is no cache.
-ltxv = build(next(iter(families.load("ltxv").MODELS.values())))
-before, ltxv.patchifier = by_value(ltxv), Callable()
-report(name="patchifier", field=True, same=True, changed=by_value(ltxv) != before)
-
 
 def between(before, after, change=lambda: None):
     """Return the names under which two values of a function differ, and whether what was known of the first one still holds."""
@@ -227,6 +231,53 @@ def between(before, after, change=lambda: None):
         if after is not before:
             model.repeat_e = after
         return {"names": differing(one.hashes, code_of(classes).hashes), "holds": holds}
+
+
+# Settings of a pack, which its nodes change; and what its code fills as it runs.
+SETTINGS = {
+    "an entry": ({"scale": 1, "free": foreign}, lambda held: held.update(scale=2)),
+    "a new entry": ({"scale": 1}, lambda held: held.update(shift=2)),
+    "an entry inside": ({"unet": {"scale": 1}}, lambda held: held["unet"].update(scale=2)),
+    "a row inside": ({"unet": [1, 2]}, lambda held: held["unet"].append(3)),
+    "an enumerated key": ({Kind.ONE: 1}, lambda held: held.update({Kind.ONE: 2})),
+    "an enumerated value": ({"kind": Kind.ONE}, lambda held: held.update(kind=Kind.OTHER)),
+    "a namespace": (types.SimpleNamespace(scale=1), lambda held: setattr(held, "scale", 2)),
+    "a namespace inside": ({"unet": types.SimpleNamespace(scale=1)}, lambda held: setattr(held["unet"], "scale", 2)),
+    "a namespace of a command line": (argparse.Namespace(scale=1), lambda held: setattr(held, "scale", 2)),
+}
+FILLS = {
+    "an entry": "held['n'] = held.get('n', 0) + 1",
+    "an entry, by the way": "held['n'] += 1",
+    "an entry inside": "held['inner']['n'] += 1",
+    "a deleted entry": "del held['n']",
+    "a row": "held['inner']['rows'].append(1)",
+    "entries": "held.update(m=1)",
+    "from a function inside": "(lambda: held.update(m=1))()",
+}
+
+
+def of_a_pack(body, held):
+    """A function of a pack, and the value that it uses by name."""
+    space = {"__name__": "/packs/some_pack", "held": held}
+    exec(f"def function(*args):\n    {body}\n    return held", space)  # noqa: S102
+    return space["function"]
+
+
+for name, (held, change) in SETTINGS.items():
+    function = of_a_pack("pass", held)
+    changed = functools.partial(change, held)
+    report(name=f"settings, {name}", settings=True, **between(function, function, changed))
+for name, body in FILLS.items():
+    function = of_a_pack(body, {"n": 0, "inner": {"n": 0, "rows": []}})
+    report(name=f"filled, {name}", used=True, **between(function, function, function))
+cyclic = {"scale": 1}
+cyclic.update(one=cyclic, other=cyclic, rows=[cyclic] * 3)
+report(name="odd settings", odd=True, **between(of_a_pack("pass", cyclic), of_a_pack("pass", cyclic)))
+
+# An attribute that a helper of the constructor assigns is no cache.
+ltxv = build(next(iter(families.load("ltxv").MODELS.values())))
+before, ltxv.patchifier = by_value(ltxv), Callable()
+report(name="patchifier", field=True, same=True, changed=by_value(ltxv) != before)
 
 
 report(name="arguments of a partial", **between(functools.partial(foreign, 2.0), functools.partial(foreign, 3.0)))

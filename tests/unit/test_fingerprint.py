@@ -45,13 +45,20 @@ def test_objects_that_stand_for_functions_count_and_closures(seen):
 
 def test_what_code_assigns_by_itself_is_no_change(seen):
     used = {name: (report["names"], report["holds"]) for name, report in seen.items() if report.get("used")}
-    assert len(used) == 4
+    assert len(used) == 11
     assert set(map(str, used.values())) == {"([], True)"}, used
+
+
+def test_settings_of_a_pack_count_wherever_they_are_kept(seen):
+    settings = {name: report for name, report in seen.items() if report.get("settings")}
+    assert len(settings) == 9
+    assert [name for name, report in settings.items() if not report["names"]] == []
+    assert [name for name, report in settings.items() if report["holds"]] == []
 
 
 def test_objects_that_answer_nothing_are_the_same_as_themselves(seen):
     odd = {name: report["names"] for name, report in seen.items() if report.get("odd")}
-    assert len(odd) == 9
+    assert len(odd) == 10
     assert [name for name, names in odd.items() if any(names)] == []
 
 

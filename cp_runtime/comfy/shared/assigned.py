@@ -10,6 +10,12 @@ from typing import Any
 
 from .origin import in_library
 
+_PUTS = ("STORE_SUBSCR", "DELETE_SUBSCR", "COPY", "DUP_TOP_TWO")  # the last two, of `+=`: the container and the key, once more
+_METHODS = ("LOAD_METHOD", "LOAD_ATTR")
+_CHANGING = frozenset({
+    "add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update",
+})  # fmt: skip
+
 
 @functools.lru_cache(maxsize=1 << 16)
 def names_in(body: CodeType) -> frozenset[str]:
@@ -26,6 +32,21 @@ def assigned(body: CodeType, *operations: str) -> frozenset[str]:
     decoded = () if codes.isdisjoint(body.co_code[::2]) else dis.get_instructions(body)
     names = {str(each.argval) for each in decoded if each.opcode in codes}
     return frozenset(names).union(*(assigned(each, *operations) for each in body.co_consts if isinstance(each, CodeType)))
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def filled(body: CodeType) -> frozenset[str]:
+    """Return the globals that a function puts entries into, or takes out, with functions inside: `name[key] = value`,
+    `name[key][other] += 1`, `name.append(value)`. Not where a key is more than one name or constant."""
+    found, decoded = set[str](), list(dis.get_instructions(body))
+    names, values = [*(each.opname for each in decoded), "", ""], [*(each.argval for each in decoded), None]
+    for at in (at for at, name in enumerate(names) if name == "LOAD_GLOBAL"):
+        key = at + 1
+        while names[key + 1] == "BINARY_SUBSCR":  # a container inside
+            key += 2
+        if names[key + 1] in _PUTS or (names[key] in _METHODS and values[key] in _CHANGING):
+            found.add(str(values[at]))
+    return frozenset(found).union(*map(filled, (each for each in body.co_consts if isinstance(each, CodeType))))
 
 
 @functools.cache

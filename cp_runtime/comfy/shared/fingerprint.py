@@ -11,8 +11,10 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import dataclass, field
+from enum import Enum
 from types import (
     BuiltinFunctionType,
     CellType,
@@ -23,6 +25,7 @@ from types import (
     MethodDescriptorType,
     MethodType,
     ModuleType,
+    SimpleNamespace,
     WrapperDescriptorType,
 )
 from typing import Any
@@ -31,7 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import MirrorError
-from .assigned import assigned, names_in, set_later
+from .assigned import assigned, filled, names_in, set_later
 from .modules import LOADER_SETTINGS, LOCALS, PACKS, find, full_name, module_name
 from .origin import file_of, in_library, is_computing, is_followed
 
@@ -42,6 +45,10 @@ _ELSEWHERE = """
 ELSEWHERE = frozenset(f"comfy.{name}" for name in _ELSEWHERE.split())
 OF_SERVER = frozenset({("comfy.utils", "PROGRESS_BAR_HOOK"), ("comfy.utils", "PROGRESS_BAR_ENABLED")})  # and ranks have none
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
+NAMESPACES = (SimpleNamespace, Namespace)
+SETTINGS = (*PLAIN, Enum, dict, list, set, *NAMESPACES)
+ENTRIES = "[]"  # in place of a name: what is in a container
+FEW, NESTED = 256, 4  # settings in a container that are looked at before calls, and containers inside of each other
 CACHED = type(functools.lru_cache(len))
 _BUILTIN = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, GetSetDescriptorType)
 _CODE = (FunctionType, MethodType, functools.partial, type)
@@ -77,7 +84,7 @@ class Code:
     _held: list[tuple[Mapping[str, Any], str, Any]] = field(repr=False)
     _functions: list[tuple[FunctionType, CodeType, Any, Any]] = field(repr=False)
     _cells: list[tuple[CellType, Any]] = field(repr=False)
-    _sizes: list[tuple[Mapping[str, Any], int]] = field(repr=False)
+    _sizes: list[tuple[Sized, int]] = field(repr=False)
 
     def holds(self) -> bool:
         """Return whether every name still has the value that it had. It takes some 50 µs, for use before every call."""
@@ -90,9 +97,9 @@ class Code:
         for cell, value in self._cells:
             if content_of(cell) is not value:
                 return False
-        # A new name in a class may hide one of its bases.
-        for owner, size in self._sizes:  # noqa: SIM110
-            if len(owner) != size:
+        # A new name in a class may hide one of its bases; a setting may be new.
+        for container, size in self._sizes:  # noqa: SIM110
+            if len(container) != size:
                 return False
         return True
 
@@ -169,7 +176,7 @@ class _Walk:
 
     Args:
         passed_over: names of globals and of constants of classes that the code found here assigns by itself, with the id of their
-            namespace or class.
+            namespace or class, and `ENTRIES` with the id of a container that it fills.
     """
 
     def __init__(self, roots: Mapping[str, Any], passed_over: frozenset[Key]) -> None:
@@ -179,7 +186,7 @@ class _Walk:
         self._held: list[tuple[Mapping[str, Any], str, Any]] = []
         self._functions: list[tuple[FunctionType, CodeType, Any, Any]] = []
         self._cells: list[tuple[CellType, Any]] = []
-        self._sizes: list[tuple[Mapping[str, Any], int]] = [(vars(Tensor), len(vars(Tensor)))]
+        self._sizes: list[tuple[Sized, int]] = [(vars(Tensor), len(vars(Tensor)))]
         self._seen: set[Key] = set()
         self._assigned: set[Key] = set()
         self._done: set[Any] = set()
@@ -242,6 +249,8 @@ class _Walk:
     def _object(self, name: str, value: Any) -> None:
         """Note an object: its class, and of its fields constants and code."""
         cls: Any = type(value)
+        if cls in NAMESPACES and name.startswith(PACKS):
+            self._several(name, vars(value))
         self._note(name, f"instance of {type_name(cls)}")
         if in_library(str(cls.__module__)) or cls.__module__ in ELSEWHERE:
             return
@@ -254,16 +263,28 @@ class _Walk:
                 self._value(f"{name}.{attribute}", held)
 
     def _several(self, name: str, values: Any) -> None:
-        """Note containers: those that do not change whole; of others, which may be caches, the functions and classes inside."""
-        whole, of_pack = isinstance(values, (tuple, frozenset)), name.startswith(PACKS)  # settings of its nodes, maybe
+        """Note containers: those that do not change whole; of others, which may be caches, the functions and classes inside. Of a
+        pack's, which may be settings of its nodes, constants, too, unless the found code fills them; and of its globals further
+        containers."""
+        whole, place = isinstance(values, (tuple, frozenset)), (id(values), ENTRIES)
+        of_pack = not whole and name.startswith(PACKS) and place not in self.passed_over
+        settings = of_pack and "<" not in name and name.count("[") < NESTED
+        kinds: tuple[type, ...] = SETTINGS if settings else PLAIN if of_pack else ()
+        if settings and place not in self._done:
+            self._done.add(place)
+            self._seen.add(place)
+            if len(values) <= FEW:
+                self._sizes.append((values, len(values)))
+                entries = values.items() if isinstance(values, dict) else ()
+                self._held += [(values, each, value) for each, value in entries if isinstance(value, kinds)]
         if isinstance(values, dict):
-            items = [(repr(key), value) for key, value in values.items() if isinstance(key, PLAIN)]
+            items = [(repr(key), value) for key, value in values.items() if isinstance(key, (*PLAIN, Enum))]
         elif isinstance(values, (set, frozenset)):
             items = [("", value) for value in values]
         else:
             items = [(str(index), value) for index, value in enumerate(values)]
         for key, value in items:
-            if whole or isinstance(value, (*_CODE, tuple)) or (of_pack and isinstance(value, PLAIN)):
+            if whole or isinstance(value, (*_CODE, tuple, *kinds)):
                 self._value(f"{name}[{key}]", value)
 
     # --- functions --------------------------------------------------------------------------------------------------------
@@ -285,7 +306,7 @@ class _Walk:
         if module in ELSEWHERE:
             return
         if follows:
-            self._note_assigned(function)
+            self._note_assigned(function, module)
             self._left.append(functools.partial(self._names, function.__globals__, names_in(body)))
         elif further:
             self._left.append(functools.partial(self._names_of_library, function.__globals__, names_in(body)))
@@ -315,10 +336,12 @@ class _Walk:
             values[f"{own}>.__wrapped__"] = vars(function)["__wrapped__"]
         self._left += [functools.partial(self._value, name, value) for name, value in values.items()]
 
-    def _note_assigned(self, function: FunctionType) -> None:
-        """Note which globals a function assigns, and which constants of classes that it uses by name."""
+    def _note_assigned(self, function: FunctionType, module: str) -> None:
+        """Note which globals a function assigns, or fills in a pack, and which constants of classes that it uses by name."""
         body, namespace = function.__code__, function.__globals__
         self._assigned.update((id(namespace), name) for name in assigned(body, "STORE_GLOBAL"))
+        if module.startswith(PACKS):
+            self._assigned.update((id(namespace[name]), ENTRIES) for name in filled(body) & namespace.keys())
         if attributes := assigned(body, "STORE_ATTR"):
             classes = [namespace[name] for name in names_in(body) & namespace.keys() if issubclass(type(namespace[name]), type)]
             self._assigned.update((id(cls), name) for cls in classes for name in attributes)

@@ -20,7 +20,7 @@ from ...controller.calls import Code as PatchCode
 from ...errors import ON_ONE_DEVICE, UnsupportedError
 from ...pool.messages import Described, Loaded
 from ..shared.fingerprint import Code, code_of, differing, digest_of, found
-from ..shared.modules import full_name
+from ..shared.modules import PACKS, full_name
 from ..shared.objects import Settings, write
 from ..shared.weights import network_of, sample
 from .notes import Asking
@@ -141,8 +141,9 @@ def _replaced(ours: Code, theirs: Mapping[str, str], failed: Mapping[str, str]) 
     names = differing(ours.hashes, theirs)
     files = {name: ours.files.get(name, "") for name in names}
     both = [name for name in names if name in ours.hashes and name in theirs] or names
-    name = min(both, key=lambda each: (not pack_of(files[each]), bool(not files[each] or is_comfy(files[each])), each))
-    shown, pack = name.replace(":", "."), pack_of(files[name])
+    packs = {name: pack_of(files[name]) or _pack_in(name) for name in both}
+    name = min(both, key=lambda each: (not packs[each], bool(not files[each] or is_comfy(files[each])), each))
+    shown, pack = name.replace(":", "."), packs[name]
     if not pack:
         by = "a node pack, a script or an update of ComfyUI's files"
         why, remedy = "the workers have it as ComfyUI imports it now", "Restart ComfyUI; if that does not help, without that pack"
@@ -153,6 +154,11 @@ def _replaced(ours: Code, theirs: Mapping[str, str], failed: Mapping[str, str]) 
         by, why = f"the node pack {pack}", "it does not do so when the workers import it"
         remedy = "Disable that pack, have the model loaded again without the node that does so, or restart ComfyUI if files changed"
     return UnsupportedError(f"{by} replaced {shown}, and {why}. {remedy}, or {ON_ONE_DEVICE}.")
+
+
+def _pack_in(name: str) -> str:
+    """Return the pack whose constant has this name; "" for another one."""
+    return name.removeprefix(PACKS).partition(":")[0].partition(".")[0] if name.startswith(PACKS) else ""
 
 
 def check_network(network: nn.Module) -> None:
