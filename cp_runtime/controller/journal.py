@@ -61,11 +61,12 @@ class Journal:
     Attributes:
         run: the current or last sampling run, on one device or on the workers.
         node: the current or last node that uses the workers; None where there is no graph.
-        last_error: of a run; None once another has ended well.
+        last_error: of a run; None once another has ended well, or another prompt with a node of this pack has begun.
         errors: the last ones, the newest first.
         measuring: the next run of two calls or more repeats one on one device.
         is_bypassed: the last prompt that samples did so without this pack.
         prompt: where the time of the current or last prompt went.
+        own_prompt: the same of the last one with a node of this pack.
         changed: set whenever the status changes. Its waiter clears it.
     """
 
@@ -79,7 +80,16 @@ class Journal:
         self._obstacle: tuple[str | None, str] = None, ""  # a kind of run, and why it could not be measured on one device
         self._taken: dict[str, float] = {}  # seconds of all runs that ended well, by kind
         self._together: Recent[str, tuple[int, float]] = Recent(MOST_KINDS)  # devices of a run and seconds per call, by kind
-        self.prompt = PromptTimes()
+        self.prompt = self.own_prompt = PromptTimes()
+
+    def begin_prompt(self, prompt: PromptTimes, is_own: bool) -> None:
+        """Record the start of a prompt. `is_own`: it has a node of this pack. What is said of a failure before it is over."""
+        if is_own:
+            if self.own_prompt.unfinished:
+                self.run = RunStats(None)
+            self.own_prompt, self.last_error = prompt, None
+        self.prompt = prompt
+        self.changed.set()
 
     def end_run(self, steps: int = 0) -> None:
         """Record the success of the run, of `steps` steps. Later runs are compared with one on one device."""
@@ -131,7 +141,7 @@ class Journal:
         """Record the start of a prompt that samples without this pack: the previous run's figures no longer apply. A run that has
         begun since keeps its figures. `before`: the run before the prompt was checked."""
         if self.run is before:
-            self.node, self.run, self.is_bypassed = None, RunStats(None), True
+            self.node, self.run, self.own_prompt, self.is_bypassed = None, RunStats(None), PromptTimes(), True
 
     def measure(self) -> None:
         """Measure a call of the next run on one device."""

@@ -36,6 +36,7 @@ class PromptTimes:
     shared: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # of these, of nodes that several devices served
     runs: list[SampledRun] = field(default_factory=list)
     nodes: int = 0  # that ran
+    unfinished: bool = False  # a node of it runs, or failed or was interrupted
 
     def __post_init__(self) -> None:
         self._part, self._since, self._moved, self._is_shared, self._inside = OTHER, self.began, 0.0, False, False
@@ -44,14 +45,14 @@ class PromptTimes:
     def enter(self, part: str) -> None:
         """Begin a node, which belongs to a part."""
         self.leave()
-        self._part, self._is_open = part, True
+        self._part, self._is_open, self.unfinished = part, True, True
         self.nodes += 1
 
     def leave(self) -> None:
         """End the node. The time until the next one belongs to no node."""
         now = time.monotonic()
         self._close(now - self._since)
-        self._since = now
+        self._since, self.unfinished = now, False
 
     def end(self, seconds: float) -> None:
         """End the prompt so many seconds after it began: a node that failed or was interrupted ended with it."""

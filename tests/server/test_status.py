@@ -23,6 +23,7 @@ STATUS, RESTART, MEASURE, SETTINGS, HOSTS = (
 BYPASSED, WAITING = "without Context Parallel in this run", "waiting for this run"
 RUN = re.compile("2 ranks|^about .* as fast as")  # what a node says of a run on two ranks
 LONG = {"width": 512, "height": 512, "steps": 60}
+SHOWN = ("PreviewImage", {"images": ["big", 0]})
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +89,28 @@ def test_a_run_that_is_refused_is_an_error_of_the_node_that_refuses(off_server):
         assert shown["message"] == error.exception_message.strip()
         assert shown["message"].startswith("Apply Context Parallel: ")
         assert (shown["rank"], shown["device"], shown["node"]) == (None, None, dict(zip(("id", "type"), node, strict=True)))
+
+
+@pytest.mark.parametrize(
+    ("node", "failing"),
+    [
+        ("ApplyContextParallel", {"model_nodes": [("TestPatch", {"kind": "multigpu"})]}),
+        ("CPPipeFusion", {"pipefusion": {"stages": 9, "patches": 8, "warmup_calls": 1}}),
+        ("CPReport", {"others": {"shown": ("CPReport", {"report": "no report"})}}),
+        ("CPUpscaleImage", {"others": {"big": ("CPUpscaleImage", {"upscale_model": 1, "image": 1}), "shown": SHOWN}}),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+def test_an_error_outside_of_sampling_is_told_once_in_place_of_the_speed_before(node, failing, off_server):
+    off_server.run(flux_prompt(cp={"world_size": 1})).check()
+    before = off_server.status()
+    assert before["speed"] is not None
+    assert before["last_error"] is None
+    error = off_server.fails(flux_prompt(cp=CP, **failing))
+    now = off_server.status()
+    assert (now["speed"], now["no_speed"]) == (None, "failed")
+    assert now["errors"] == [now["last_error"], *before["errors"]][:10]
+    assert (now["last_error"]["message"], now["last_error"]["node"]["type"]) == (error.exception_message.strip(), node)
 
 
 def test_a_run_on_one_device_needs_no_workers_and_is_told(off_server):

@@ -9,6 +9,7 @@ import pytest
 from support.reports import call_report
 
 from cp_runtime.controller.journal import Journal, public_message
+from cp_runtime.controller.prompt_times import PromptTimes
 from cp_runtime.controller.run_stats import CallRecord, Node, RunResult, RunStats, time_by_rank
 from cp_runtime.errors import MirrorError, PoolTimeout, RankError
 from cp_runtime.timing.times import Times
@@ -267,6 +268,21 @@ def test_errors_are_kept_when_they_are_over(journal):
     assert list(journal.errors) == [second, first]
     assert first.described.items() >= {"message": "one", "rank": None, "device": None}.items()
     assert first.described["node"] == {"id": "7", "type": "KSampler"}
+
+
+@pytest.mark.parametrize(("ended", "is_own", "forgotten"), [(False, True, True), (True, True, False), (False, False, False)])
+def test_the_next_prompt_with_a_node_of_ours_ends_what_is_said_of_a_failure(journal, ended, is_own, forgotten):
+    """A speed of a run before it is not shown again."""
+    first, run = PromptTimes("first"), journal.run
+    journal.begin_prompt(first, is_own=True)
+    first.enter("vae")
+    journal.fail(MirrorError("one"), Node("first", "7", "CPVAEDecode"))
+    if ended:
+        first.leave()
+    journal.begin_prompt(PromptTimes("second"), is_own)
+    assert (journal.run is not run) == forgotten
+    assert (journal.last_error is None) == is_own
+    assert (journal.prompt.prompt_id, journal.own_prompt is first) == ("second", not is_own)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ from ...controller.prompt_times import PromptTimes
 from .node_parts import part_of
 from .runtime import CONTROLLER
 
+PACK = __name__.partition(".cp_runtime.")[0]
+
 
 class NodeTimes(ProgressHandler):
     """Notes the nodes of one prompt. `registry`: ComfyUI's, of the prompt."""
@@ -19,7 +21,8 @@ class NodeTimes(ProgressHandler):
     def __init__(self, registry: ProgressRegistry) -> None:
         super().__init__("context parallel")
         self._graph, self._times = registry.dynprompt, PromptTimes(registry.prompt_id)
-        CONTROLLER.journal.prompt = self._times
+        classes = {self._graph.get_node(node_id)["class_type"] for node_id in self._graph.all_node_ids()}
+        CONTROLLER.journal.begin_prompt(self._times, any(map(is_own, classes)))
 
     def start_handler(self, node_id: str, state: Any, prompt_id: str) -> None:
         cls = nodes.NODE_CLASS_MAPPINGS.get(self._graph.get_node(node_id)["class_type"])
@@ -27,6 +30,11 @@ class NodeTimes(ProgressHandler):
 
     def finish_handler(self, node_id: str, state: Any, prompt_id: str) -> None:
         self._times.leave()
+
+
+def is_own(class_type: str) -> bool:
+    """Return whether nodes of a type are of this pack."""
+    return getattr(nodes.NODE_CLASS_MAPPINGS.get(class_type), "__module__", "").startswith(f"{PACK}.")
 
 
 def watch_nodes() -> None:

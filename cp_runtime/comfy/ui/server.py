@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from aiohttp import web
+from comfy.model_management import InterruptProcessingException
 
 from ...controller.journal import public_message
 from ...controller.run_stats import Node
 from ...errors import ContextParallelError, bad_value
 from ...words import ENGLISH, Words, translations, words_in
 from .hosts import HOSTS
+from .patcher import executing_node
 from .runtime import CONTROLLER, found_devices, prefer
 from .status import ending, snapshot
 
@@ -184,11 +186,11 @@ class Events:
         if now.node is not None and now.node != before[0] and now.node.prompt_id == self._prompt:  # else it was a prompt before
             self._user = now.node, self._server.client_id
         for user, client in (before, self._user):
-            words, end = words_for(client), ending(self._server, user)
+            words, end = words_for(client), user and ending(self._server, user.prompt_id, user.node_id)
             self._say(words.say(end) if end else now.text(words, user), user, client)
         for client, node_id in [*self._waiting]:
             node, words = self._told[client, node_id], words_for(client)
-            if (end := ending(self._server, node)) is not None:
+            if (end := ending(self._server, node.prompt_id, node.node_id)) is not None:
                 self._say(words.say(end or "node.cached"), node, client)
 
     def _look_at_the_prompt(self) -> None:
@@ -264,15 +266,21 @@ def note_client(prompt: dict[str, Any]) -> dict[str, Any]:
 
 
 def in_own_language(run: Callable[..., T]) -> Callable[..., T]:
-    """Have a function of a node raise its errors in the language of the browser whose prompt runs. The status has the English."""
+    """Have a function of a node raise its errors in the language of the browser whose prompt runs. The status has them in English."""
 
     @functools.wraps(run)
     def spoken(*args: Any, **kwargs: Any) -> T:
         try:
             return run(*args, **kwargs)
-        except ContextParallelError as error:
-            said, gap, more = str(error).partition("\n\n")
-            error.args = (f"{words_now().error(said)}{gap}{more}",)
+        except InterruptProcessingException:
+            raise
+        except Exception as error:
+            journal, node = CONTROLLER.journal, executing_node()
+            if node is not None and (journal.last_error is None or journal.last_error.node != node):  # else it is known
+                journal.fail(error, node)
+            if isinstance(error, ContextParallelError):
+                said, gap, more = str(error).partition("\n\n")
+                error.args = (f"{words_now().error(said)}{gap}{more}",)
             raise
 
     return spoken

@@ -43,7 +43,7 @@ class Status:
     Args:
         result: of the last sampling run.
         measuring: the next run is compared with one device.
-        unfinished: the prompt has ended before its node: its run has no speed.
+        unfinished: the last prompt with a node of this pack has failed or was cancelled: it has no speed.
         no_speed: key of the reason for no speed, of "title".
         node: the current or last one that uses the workers.
         waiting, compiling: ranks that have not reported on the command, and those of them that compile.
@@ -88,7 +88,7 @@ class Status:
         """The status as plain data. Anyone who reaches ComfyUI's port can read it: it holds no paths and no tracebacks."""
         inside = ("result", "measuring", "unfinished", "node", "last", "waiting", "comparing")
         result, call = self.result or RunResult(), self.last_call
-        is_known = self.result is not None and not (self.unfinished and result.running)
+        is_known = self.result is not None and not self.unfinished
         return {
             **{name: getattr(value, "described", value) for name, value in vars(self).items() if name not in inside},
             "version": VERSION,
@@ -174,7 +174,7 @@ def snapshot(server: Any) -> Status:
     resident now, `device` the peak of the last call.
     """
     workers, journal = CONTROLLER.workers, CONTROLLER.journal
-    result, end = journal.result, NO_SPEED.get(ending(server, journal.node) or "")
+    result, end = journal.result, NO_SPEED.get(ending(server, journal.own_prompt.prompt_id) or "")
     off = Status(
         settings=asdict(CONTROLLER.preferences.chosen),
         hosts=HOSTS.listed(workers.pool if workers else None),
@@ -223,13 +223,13 @@ def snapshot(server: Any) -> Status:
     )
 
 
-def ending(server: Any, node: Node | None) -> str | None:
-    """Return how a node's prompt ended before the node: a key of its text, "" if the node was done, None if it runs."""
-    entry = None if node is None else server.prompt_queue.history.get(node.prompt_id)
-    if node is None or entry is None:
+def ending(server: Any, prompt_id: str, node_id: str | None = None) -> str | None:
+    """Return how a prompt ended before its end, or before a node of it: a key of its text, "" if that was done, None if it runs."""
+    entry = server.prompt_queue.history.get(prompt_id)
+    if entry is None:
         return None
     for name, data in (entry["status"] or {"messages": []})["messages"]:
-        if name in UNFINISHED and node.node_id not in data["executed"]:
+        if name in UNFINISHED and node_id not in data["executed"]:
             return UNFINISHED[name]
     return ""
 
@@ -240,7 +240,7 @@ def _no_speed(journal: Journal) -> str:
         return "failed"
     if journal.is_bypassed:
         return "bypassed"
-    return "running" if journal.run.machine else "no_run"
+    return "running" if journal.run.machine or journal.own_prompt.unfinished else "no_run"
 
 
 def _last_prompt(server: Any, times: PromptTimes) -> dict[str, Any] | None:
@@ -254,7 +254,7 @@ def _last_prompt(server: Any, times: PromptTimes) -> dict[str, Any] | None:
 
 def _work(server: Any, pool: WorkerPool, node: Node | None) -> str:
     """Return the state of healthy ranks."""
-    recent = node is not None and ending(server, node) is None and time.monotonic() - pool.last_command_ended < LINGER
+    recent = node is not None and ending(server, node.prompt_id, node.node_id) is None and time.monotonic() - pool.last_command_ended < LINGER
     return STATES.get(pool.command) or STATES.get(pool.last_command if recent else "", "idle")
 
 
