@@ -32,15 +32,17 @@ function fold(node) {
     };
     Object.defineProperty(widget.options, "advanced", { get: isUsual, enumerable: true });
     const isHidden = () => !LiteGraph.vueNodesMode && !node.showAdvanced && isUsual();
-    if (onCanvas) Object.defineProperty(widget, "hidden", { get: isHidden });
+    // The new nodes read the options; the size that a loaded node gets at least goes by the widget.
+    Object.defineProperty(widget, ...(onCanvas ? ["hidden", { get: isHidden }] : ["advanced", { get: isUsual }]));
   }
-  if (!onCanvas) return node.setSize([node.size[0], 0]); // it grows to what it shows; the canvas has counted what is folded away
-  addButton(node, t("nodes.advanced"), () => {
-    node.showAdvanced = !node.showAdvanced;
-    changed.clear();
-    const height = node.computeSize()[1];
-    node.setSize([node.size[0], node.showAdvanced ? Math.max(node.size[1], height) : height]);
-  });
+  if (onCanvas) {
+    addButton(node, t("nodes.advanced"), () => {
+      node.showAdvanced = !node.showAdvanced;
+      changed.clear();
+      const height = node.computeSize()[1];
+      node.setSize([node.size[0], node.showAdvanced ? Math.max(node.size[1], height) : height]);
+    });
+  }
   node.setSize([node.size[0], node.computeSize()[1]]);
 }
 
