@@ -266,7 +266,8 @@ def note_client(prompt: dict[str, Any]) -> dict[str, Any]:
 
 
 def in_own_language(run: Callable[..., T]) -> Callable[..., T]:
-    """Have a function of a node raise its errors in the language of the browser whose prompt runs. The status has them in English."""
+    """Have a function of a node raise its errors in the language of the browser whose prompt runs. The status has the
+    English ones."""
 
     @functools.wraps(run)
     def spoken(*args: Any, **kwargs: Any) -> T:

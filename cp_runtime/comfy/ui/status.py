@@ -254,7 +254,8 @@ def _last_prompt(server: Any, times: PromptTimes) -> dict[str, Any] | None:
 
 def _work(server: Any, pool: WorkerPool, node: Node | None) -> str:
     """Return the state of healthy ranks."""
-    recent = node is not None and ending(server, node.prompt_id, node.node_id) is None and time.monotonic() - pool.last_command_ended < LINGER
+    runs = node is not None and ending(server, node.prompt_id, node.node_id) is None
+    recent = runs and time.monotonic() - pool.last_command_ended < LINGER
     return STATES.get(pool.command) or STATES.get(pool.last_command if recent else "", "idle")
 
 
