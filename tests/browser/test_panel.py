@@ -178,7 +178,7 @@ def test_a_rank_that_is_killed(browser_server, page, panel, picture, theme):
     expect(panel.locator(".cp-speed")).to_have_text("The last run failed")
     expect(panel.locator(".cp-about")).to_be_hidden()
     error = panel.locator(".cp-error")
-    expect(error).to_contain_text(re.compile(r"Error: \d+:\d\d:\d\d.*, Process 1, KSampler \(node sampler\)"))
+    expect(error).to_contain_text(re.compile(r"Error: \d+:\d\d:\d\d.* · Process 1 · KSampler \(node sampler\)"))
     expect(error).to_contain_text(f"rank 1 (pid {pids[1]}) failed: SIGKILL")
     expect(panel.locator(".cp-culprit")).to_have_text("Process 1failed")
     expect(panel.locator("[data-rank='0']")).to_have_text("Process 0ended")

@@ -2,8 +2,9 @@
 
 import { api } from "../../../scripts/api.js";
 import { button, copyButton, make } from "./elements.js";
+import { nodeTitle } from "./graphs.js";
 import { deviceName } from "./ranks.js";
-import { spoken, t } from "./texts.js";
+import { languageNow, spoken, t } from "./texts.js";
 
 const FOLDERS = /(?<![\w/.])\/(?:[^\s/]+(?: [^\s/]+)*\/)+/g; // as in cp_runtime/controller/journal.py
 
@@ -72,8 +73,8 @@ function textOf(error) {
 }
 
 function titleOf(error) {
-  const parts = [new Date(error.time * 1000).toLocaleTimeString()];
+  const parts = [new Date(error.time * 1000).toLocaleTimeString(languageNow())];
   if (error.rank !== null) parts.push(deviceName(error.rank, error.device));
-  if (error.node) parts.push(t("in_node", { node: error.node.type, id: error.node.id }));
-  return t("error_title", { what: parts.join(", ") });
+  if (error.node) parts.push(t("in_node", { node: nodeTitle(error.node), id: error.node.id }));
+  return t("error_title", { what: parts.join(" · ") });
 }

@@ -8,7 +8,7 @@ import { errorCard, pastErrors } from "./error_card.js";
 import { otherComputers } from "./hosts.js";
 import { promptBar } from "./prompt_bar.js";
 import { rankList } from "./ranks.js";
-import { graphs } from "./graphs.js";
+import { nodeTitle } from "./graphs.js";
 import { find, t } from "./texts.js";
 import { label, toggle, usesAll } from "../use_all_gpus.js";
 
@@ -133,16 +133,7 @@ function activityOf(now, state, skew) {
   if (now?.compiling) return t("compiling");
   if (!now?.pace) return "";
   const pace = t("per_call", { time: seconds(now.pace) });
-  return now.node ? t("node_at_work", { pace, node: titleOf(now.node) }) : pace;
-}
-
-/** The title of a node that runs, as the graph shows it; its type, where another graph is open. */
-function titleOf({ id, type }) {
-  const path = String(id).split(":");
-  let graph = graphs()[0];
-  for (const step of path.slice(0, -1)) graph = graph?.getNodeById(step)?.subgraph;
-  const node = graph?.getNodeById(path.at(-1));
-  return node?.type === type ? node.title : type;
+  return now.node ? t("node_at_work", { pace, node: nodeTitle(now.node) }) : pace;
 }
 
 function loadingOf({ model, part }) {
