@@ -203,9 +203,9 @@ def test_an_error_is_in_the_language_of_the_page(page, panel, tell):
     node = {"id": "7", "type": "CPVAEDecode"}  # of a graph that is not open
     error = an_error(message="It failed.", translations={"zh": "失败", "ja": "失敗"}, node=node, time=10**9)
     for language, said, title in (
-        ("zh-TW", "失败", r"错误：[上下]午\d+:46:40 · GPU 1 · CP VAE Decode（节点 7）"),
-        ("ja", "失敗", r"エラー：\d+:46:40 · GPU 1 · CP VAE Decode（ノード 7）"),
-        ("en", "It failed.", r"Error: \d+:46:40 [AP]M · GPU 1 · CP VAE Decode \(node 7\)"),
+        ("zh-TW", "失败", r"错误：[上下]午\d+:46:40 · GPU 1 · .+（节点 7）"),
+        ("ja", "失敗", r"エラー：\d+:46:40 · GPU 1 · .+（ノード 7）"),
+        ("en", "It failed.", r"Error: \d+:46:40 [AP]M · GPU 1 · .+ \(node 7\)"),
     ):
         page.evaluate("language => app.extensionManager.setting.set('Comfy.Locale', language)", language)
         tell(last_error=error, errors=[error])

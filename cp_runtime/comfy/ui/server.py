@@ -277,7 +277,8 @@ def in_own_language(run: Callable[..., T]) -> Callable[..., T]:
             raise
         except Exception as error:
             journal, node = CONTROLLER.journal, executing_node()
-            if node is not None and (journal.last_error is None or journal.last_error.node != node):  # else it is known
+            runs = node is not None and node.prompt_id == journal.prompt.prompt_id  # and is not only checked
+            if runs and (journal.last_error is None or journal.last_error.node != node):  # else it is known
                 journal.fail(error, node)
             if isinstance(error, ContextParallelError):
                 said, gap, more = str(error).partition("\n\n")
