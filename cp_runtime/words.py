@@ -15,7 +15,9 @@ _PLACE = re.compile(r"\{(\w+)\}")
 GAP = "\0"  # between a place and what is beside it: a space, but not between two characters of these languages
 _WIDE = r"[“-”\u3000-\u9fff\uff00-\uffef]"
 _SEAM, _CLOSE = re.compile(r" (?={)|(?<=}) "), re.compile(rf"(?<={_WIDE})\0(?={_WIDE})")
-HOLD_SENTENCES = ("one", "other", "sentence", "why", "remedy", "allowed", "details")
+HOLD_SENTENCES = ("", "one", "other", "sentence", "why", "remedy", "allowed", "details")
+PROSE = ("one", "other", "sentence")  # of those, the ones for sentences alone, which may be other programs'
+VALUES = ("host", "value")  # what a user chose: it stays as it is
 FULL_STOPS = {"zh": "。", "ja": "。"}
 JOINT = 3  # letters of the longest, " and "
 MOST_PARTS = 80  # of an error; behind them is what other programs wrote
@@ -57,27 +59,30 @@ class Words:
 
     def error(self, text: str) -> str:
         """Put an English error into this language, by errors.json: its sentences, with others in such {places} as HOLD_SENTENCES,
-        and its names in the rest. Names of nodes and inputs become those that ComfyUI shows. Of all ways to read the text, that one
-        counts which leaves the fewest letters in English, with the first sentence of the file around the others."""
+        and its names in the rest. Names in places for a {node}, an {input} or {inputs} become those that ComfyUI shows. Of all ways to
+        read the text, that one counts which leaves the fewest letters in English, with the first sentence of the file around the
+        others."""
         known = [each for each in self._sentences if all(part in text for part in each.literals)]
-        names = [name for name in self._names if name in text]
+        labels = [label for kind in self._labels.values() for label in kind if label in text]
 
         @functools.cache
-        def read(part: str, is_name: bool) -> tuple[float, str]:
+        def read(part: str, place: str) -> tuple[float, str]:
             """Return how many letters are read, and the text in this language."""
-            best: tuple[float, str] = (len(part), self._names[part]) if part in self._names else (0, part)
-            fitting = [each for each in known if each.is_name >= is_name and all(one in part for one in each.literals)]
-            worth = any(each.letters > 0 for each in fitting) or any(name in part for name in names)
+            own = self._labels.get(place, {}).get(part)
+            best: tuple[float, str] = (len(part), own) if own else (0, part)
+            kinds = () if place in VALUES else (False,) if place in PROSE else (False, True) if place in HOLD_SENTENCES else (True,)
+            fitting = [each for each in known if each.is_name in kinds and all(one in part for one in each.literals)]
+            worth = any(each.letters > 0 for each in fitting) or any(label in part for label in labels)
             for each in fitting if worth else ():
                 for values in _between(each.literals, part):
-                    parts = [read(value, place not in HOLD_SENTENCES) for value, place in zip(values, each.places, strict=True)]
+                    parts = [read(value, place) for value, place in zip(values, each.places, strict=True)]
                     if (found := each.letters + sum(count for count, _ in parts)) > best[0]:
                         best = found, each.own.format(*(said for _, said in parts))
             return best
 
         ends = [*(each.end() for each in _PART_END.finditer(text)), len(text)]
         sentence = text[: ends[:MOST_PARTS][-1]].removesuffix(".")
-        letters, said = read(sentence, False)
+        letters, said = read(sentence, "")
         stop = text[len(sentence) :]
         said = _CLOSE.sub("", said).replace(GAP, " ")
         return said + (FULL_STOPS.get(self.language, stop) if letters and stop == "." else stop)
@@ -88,12 +93,13 @@ class Words:
         return [_Sentence.of(english, own, group == "names") for group, pairs in texts.items() for english, own in pairs.items()]
 
     @functools.cached_property
-    def _names(self) -> dict[str, str]:
-        found, own = {}, self._read("nodeDefs")
+    def _labels(self) -> dict[str, dict[str, str]]:
+        """What nodes show, and what they show in this language, by place."""
+        own, nodes, inputs = self._read("nodeDefs"), {}, {}
         for kind, node in words_in(ENGLISH)._read("nodeDefs").items():
-            found[node["display_name"]] = own[kind]["display_name"]
-            found |= {each["name"]: own[kind]["inputs"][name]["name"] for name, each in node.get("inputs", {}).items()}
-        return found
+            nodes[node["display_name"]] = own[kind]["display_name"]
+            inputs |= {each["name"]: own[kind]["inputs"][name]["name"] for name, each in node.get("inputs", {}).items()}
+        return {"node": nodes, "input": inputs, "inputs": inputs}
 
     def _read(self, name: str) -> dict[str, Any]:
         return dict(json.loads((LOCALES / self.language / f"{name}.json").read_text(encoding="utf-8")))

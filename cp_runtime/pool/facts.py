@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 PACKAGES = ("torch", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "comfy-kitchen")
+MISSING = "not installed"
 _RUNTIME = Path(__file__).parents[1]
 
 
@@ -15,7 +16,7 @@ def facts_of(comfyui: str) -> dict[str, str]:
     """Return versions on this computer by name, and a digest of this package's own code. `comfyui`: folder of ComfyUI; empty =
     none."""
     versions = {name: version for name in PACKAGES if (version := _version(name))}
-    return {"this pack": _digest(), "ComfyUI": _comfyui_version(Path(comfyui)) if comfyui else "none", **versions}
+    return {"this pack": _digest(), "ComfyUI": _comfyui_version(Path(comfyui)) if comfyui else MISSING, **versions}
 
 
 def _digest() -> str:
@@ -37,4 +38,4 @@ def _comfyui_version(folder: Path) -> str:
         found = re.search(r'__version__ = "([^"]+)"', (folder / "comfyui_version.py").read_text())
     except OSError:
         found = None
-    return found[1] if found else "none"
+    return found[1] if found else MISSING

@@ -66,10 +66,15 @@ def reported_failure(rank: int, pid: int, failure: Failure, replies: Mapping[int
         message += _describe_memory(replies)
         return RankOutOfMemory(rank=rank, pid=pid, kind=kind, message=message, trace=trace)
     if advice and communication:
-        message += f" {advice}"
+        message = _followed(message, advice)
     if "busy or unavailable" in message:
-        message += f" {_EXCLUSIVE}"
+        message = _followed(message, _EXCLUSIVE)
     return RankError(rank=rank, pid=pid, kind=kind, message=message, trace="" if kind in _FOR_USERS else trace)
+
+
+def _followed(message: str, advice: str) -> str:
+    """Return another program's message, ended as a sentence, and advice."""
+    return f"{message}{'' if message.endswith(('.', '!', '?')) else '.'} {advice}"
 
 
 def _of_communication(kind: str, message: str) -> bool:

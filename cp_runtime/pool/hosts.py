@@ -24,7 +24,7 @@ from ..system.interfaces import interface_towards
 from ..system.programs import output_of
 from .blocks import LOOPBACK
 from .config import WorkerSite
-from .facts import facts_of
+from .facts import MISSING, facts_of
 from .frames import Frame, Malformed, Reader
 from .launcher import starting
 from .messages import Beat, pack
@@ -128,7 +128,7 @@ def differences(host: str, comfyui: str, there: Mapping[str, str]) -> str:
     """Return all differences from a host that ranks cannot work with; empty without any."""
     here = _facts(comfyui)
     wrong = [
-        f"{name}: {here.get(name, 'none')} here, {there.get(name, 'none')} there. "
+        f"{name}: {here.get(name, MISSING)} here, {there.get(name, MISSING)} there. "
         + _REMEDIES.get(name, f"Install the same version: pip install {name}=={here.get(name, there.get(name))}")
         for name in {**here, **there}
         if here.get(name) != there.get(name)

@@ -54,7 +54,7 @@ class TestUpscale:
         server.fails(changed("run", upscale_model="esrgan.safetensors"), "Connect Load Upscale Model. Got 'esrgan.safetensors'")
         server.fails(changed("run", image=3), "image: Connect Load Image", "Got 3")
         server.fails(changed("run", cp_config=3), "the output of a CP Config node")
-        server.fails(changed("loader", model_name="gray.safetensors"), "Got '3 channels'; allowed: pictures of 1 channels")
+        server.fails(changed("loader", model_name="gray.safetensors"), ", 3]; allowed: pictures, [B, H, W, 1], as the")
         spoilt = changed("run", upscale_model=["spoilt", 0])
         spoilt["spoilt"] = {"class_type": "TestUnsendable", "inputs": {"model": ["loader", 0]}}
         server.fails(spoilt, "lock of the model, an object of the class _thread.lock, cannot be sent to the workers")

@@ -221,13 +221,13 @@ def test_an_error_in_another_language():
     error = f"Apply Context Parallel: a node put a hook on blocks.0. {remedy}"
     for language in LANGUAGES:
         texts, words = ERRORS[language]["sentences"], words_in(language)
-        label = json.loads((CHECKOUT / "locales" / language / "nodeDefs.json").read_text())["CPConfig"]["inputs"]["devices"]["name"]
+        nodes = json.loads((CHECKOUT / "locales" / language / "nodeDefs.json").read_text())
+        label, name = nodes["CPConfig"]["inputs"]["devices"]["name"], nodes["ApplyContextParallel"]["display_name"]
         own = texts["set {setting} to 'single device'"].format(
-            setting=ERRORS[language]["names"]["“{name}” of CP Config"].format(name=label)
+            setting=ERRORS[language]["names"]["“{input}” of CP Config"].format(input=label)
         )
         problem = texts["a node put a hook on {path}"].format(path="blocks.0")
         remedy = texts["{one}, or {other}"].format(one=texts["Remove that node"], other=own)
-        name = words.error("Apply Context Parallel")
         assert words.error(error) == f"{name}：{problem}。{remedy}。"
         assert words.error("what nobody knows") == "what nobody knows"
     assert words_in("en").error(error) == error

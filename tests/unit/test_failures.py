@@ -109,7 +109,8 @@ def test_a_failed_start_names_the_remedies_where_communication_failed():
     [("CUDA error: CUDA-capable device(s) is/are busy or unavailable", True), ("CUDA error: invalid device ordinal", False)],
 )
 def test_a_gpu_for_one_process_only_is_told_how_to_take_more(message, named):
-    assert ("nvidia-smi -c DEFAULT" in str(reported_failure(0, 1, failure("AcceleratorError", message), {}))) == named
+    error = str(reported_failure(0, 1, failure("AcceleratorError", message), {}))
+    assert (f"{message}. The GPU may take one process only" in error and "nvidia-smi -c DEFAULT" in error) == named
 
 
 def test_a_rank_that_died_in_the_start_names_the_remedies():

@@ -57,9 +57,8 @@ def test_an_error_about_a_long_text_is_short(value):
 def test_errors_of_the_node_begin_with_the_labels_that_it_shows():
     assert with_labels("devices: Leave it empty.") == "which GPUs (devices): Leave it empty."
     assert with_labels("shares: Leave them empty: measured.").startswith(f"{CP_CONFIG['shares'].label} (shares): Leave")
-    label = words_in("zh").error(CP_CONFIG["devices"].label)
-    assert words_in("zh").error(with_labels("devices: Leave it empty for the first devices.")).startswith(f"{label}（devices）：")
-    assert label != CP_CONFIG["devices"].label
+    error = with_labels("devices: Leave it empty for the first devices. Got 'x'; allowed: cpu.")
+    assert words_in("zh").error(error).startswith("使用哪些 GPU（devices）：")
     ring, ulysses = (f"{CP_CONFIG[name].label} ({name})" for name in ("ring_degree", "ulysses_degree"))
     assert with_labels("ring_degree x ulysses_degree: Change a degree.") == f"{ring} x {ulysses}: Change a degree."
     assert with_labels("no name: at all") == "no name: at all"

@@ -49,11 +49,11 @@ def run_upscale(model: Any, image: Any, config: RuntimeConfig | None, stock: Sto
     if not isinstance(model, ImageModelDescriptor):  # ComfyUI accepts any JSON in place of a link
         raise bad_value("upscale_model", model, "an upscale model", "Connect Load Upscale Model.")
     if not isinstance(image, Tensor) or image.ndim != 4:
-        got = list(image.shape) if isinstance(image, Tensor) else f"{len(image)} of them" if isinstance(image, list) else image
-        raise bad_value("image", got, "pictures, [B, H, W, C]", "Connect Load Image, VAE Decode or another node that gives IMAGE.")
+        remedy = "Connect Load Image, VAE Decode or another node that gives IMAGE."
+        raise bad_value("image", _shape(image), "pictures, [B, H, W, C]", remedy)
     if image.shape[-1] != model.input_channels:
-        allowed = f"pictures of {model.input_channels} channels, as the upscale model takes them"
-        raise bad_value("image", f"{image.shape[-1]} channels", allowed, "Convert it, or load another upscale model.")
+        allowed = f"pictures, [B, H, W, {model.input_channels}], as the upscale model takes them"
+        raise bad_value("image", _shape(image), allowed, "Convert it, or load another upscale model.")
 
     def ranked(config: RuntimeConfig) -> Tensor:
         if not image.numel() or (image.shape[0] < 2 and max(image.shape[1:3]) <= TILE):
@@ -62,6 +62,11 @@ def run_upscale(model: Any, image: Any, config: RuntimeConfig | None, stock: Sto
         return Upscaler(model, config).upscale(image, stock)
 
     return on_ranks("the upscale model", config, ranked, partial(stock, model, image))
+
+
+def _shape(value: Any) -> Any:
+    """Return the shapes of tensors, also of those in a list; other values as they are."""
+    return list(value.shape) if isinstance(value, Tensor) else list(map(_shape, value)) if isinstance(value, list) else value
 
 
 class Upscaler(Pictures):
