@@ -34,7 +34,15 @@ class UnknownStreamError(PlanError):
 
 
 class UnsupportedError(ContextParallelError):
-    """The model, or something another node attached to it, cannot run sharded."""
+    """The model, or something another node attached to it, cannot run sharded. `remedy`: of this case, the end of the message."""
+
+    def __init__(self, problem: str, remedy: str = "") -> None:
+        self.remedy = remedy
+        super().__init__(f"{problem} {remedy}".rstrip())
+
+    def or_else(self, remedy: str) -> str:
+        """Return the message with another remedy."""
+        return f"{self} Or {remedy[0].lower()}{remedy[1:]}" if self.remedy else f"{self} {remedy}"
 
 
 class UnsentError(UnsupportedError):

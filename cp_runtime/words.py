@@ -17,7 +17,7 @@ _WIDE = r"[“-”\u3000-\u9fff\uff00-\uffef]"
 _SEAM, _CLOSE = re.compile(r" (?={)|(?<=}) "), re.compile(rf"(?<={_WIDE})\0(?={_WIDE})")
 HOLD_SENTENCES = ("", "one", "other", "sentence", "why", "remedy", "allowed", "details")
 PROSE = ("one", "other", "sentence")  # of those, the ones for sentences alone, which may be other programs'
-VALUES = ("host", "value")  # what a user chose: it stays as it is
+VALUES = ("host", "value", "log")  # what a user chose, or another program wrote: it stays as it is
 FULL_STOPS = {"zh": "。", "ja": "。"}
 JOINT = 3  # letters of the longest, " and "
 MOST_PARTS = 80  # of an error; behind them is what other programs wrote
@@ -115,7 +115,7 @@ class Words:
     def prompt(self, sentence: Mapping[str, Any]) -> str:
         """Put the sentence of `PromptTimes.described` into words: "Denoising took 41 of 52 s."."""
         values = {**sentence, "unit": self.say(f"unit.{sentence.get('unit', 'device')}")}
-        return " ".join(self.say(f"prompt.{case}", **values) for case in sentence["cases"])
+        return " ".join(self.say(f"prompt.{case}", **values) for case in sentence["cases"]).replace("。 ", "。")
 
     def held(self, parts: Mapping[str, str]) -> str:
         """Put `placement.held_parts` into words: the share of a model on each device."""

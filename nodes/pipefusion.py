@@ -9,8 +9,9 @@ from comfy_api.latest import io
 
 from ..cp_runtime.comfy.ui.runtime import default_config
 from ..cp_runtime.engine.ranks.config import PipelineSettings
-from ..cp_runtime.errors import bad_value
+from ..cp_runtime.errors import ConfigError, bad_value
 from ..cp_runtime.pool.config import RuntimeConfig
+from ..cp_runtime.pool.settings import with_labels
 from .config import ALIASES, CATEGORY, CPConfigType
 
 MAX_PATCHES, MAX_WARMUP = 64, 1000  # limits of the widgets: more is a typing error
@@ -69,4 +70,7 @@ class CPPipeFusion(io.ComfyNode):
         if config.world_size == 1:
             return io.NodeOutput(config)
         settings = PipelineSettings(stages=stages or config.world_size, patches=patches, warmup_calls=warmup_calls)
-        return io.NodeOutput(replace(config, pipeline=settings))
+        try:
+            return io.NodeOutput(replace(config, pipeline=settings))
+        except ConfigError as error:
+            raise ConfigError(with_labels(str(error))) from None

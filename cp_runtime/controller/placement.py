@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from ..engine.weights.blocks import Sizes
 from ..errors import UnsupportedError
 from ..pool.config import RuntimeConfig
-from ..pool.settings import OFFLOADED, PLACEMENTS, SHARDED, STAGED, WHOLE, with_labels
+from ..pool.settings import OFFLOADED, PLACEMENTS, SHARDED, STAGED, WHOLE, label_of, with_labels
 from ..recent import Recent
 
 GB = 1e9
@@ -160,7 +160,7 @@ def choose(
         return Choice(WHOLE, f"whole: {demand.weights / GB:.3g} GB of weights, none of which can be shared out")
     # If a model has a few large blocks, two of them and a shard take more than all of it.
     least = min(PLACEMENTS, key=lambda placement: demand.on_device(placement, ranks))
-    limit = f"{room / GB:.3g} GB that {'memory_per_rank allows' if config.memory_per_rank else 'are free'}"
+    limit = f"{room / GB:.3g} GB that " + (f"{label_of('memory_per_rank')} allows" if config.memory_per_rank else "are free")
     return Choice(least, f"{least}: {_on_each(demand, least, ranks)}, more than the {limit}")
 
 

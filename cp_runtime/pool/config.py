@@ -16,7 +16,7 @@ from ..engine.ranks.sharding import Shares
 from ..errors import bad_value, is_int, shown
 from ..system import HAS_MACHINES
 from ..system.environment import Own, own_setting
-from .settings import MAX_STEP_TIMEOUT, SETTINGS, STAGED
+from .settings import MAX_STEP_TIMEOUT, SETTINGS, STAGED, label_of
 
 DEGREES = ("ulysses_degree", "ring_degree", "batch_degree")
 CPU_RANKS_PER_CORE = 4  # more than that is a typing error, not a plan
@@ -103,7 +103,7 @@ class RuntimeConfig:
         given = {"ulysses_degree": self.sequence.ulysses_degree, "ring_degree": self.sequence.ring_degree}
         for name, degree in (given | {"batch_degree": self.batch_degree}).items():
             if degree > 1 and self.in_stages:
-                remedy = "Leave the degrees at 0: stages take their place."
+                remedy = "Set the degrees to 0: stages take their place."
                 raise bad_value(name, degree, "0 or 1 where the model is staged", remedy)
 
     @property
@@ -204,14 +204,14 @@ def _resolve_devices(world_size: int, devices: str, backend: str, inventory: Dev
     sharing = bool(devices.strip()) and backend in shared_by and inventory.type != "cpu"
     limit = inventory.max_ranks * (RANKS_PER_ACCELERATOR if sharing else 1)
     if not is_int(world_size) or not 0 <= world_size <= limit:
-        raise bad_value("world_size", world_size, f"0 (choose) to {limit}. {_visible(inventory)}", "Lower it, or leave it at 0.")
+        raise bad_value("world_size", world_size, f"0 (choose) to {limit}. {_visible(inventory)}", "Set it to 0.")
     names = tuple(_parse_device(part.strip(), devices, inventory) for part in devices.split(",")) if devices.strip() else ()
     if not names:
         count = world_size or inventory.default_ranks
         numbers = inventory.usable or [0]
         return tuple("cpu" if inventory.type == "cpu" else f"{inventory.type}:{numbers[i]}" for i in range(count))
     if world_size not in (0, len(names)):
-        raise bad_value("world_size", world_size, f"0 or {len(names)}, the number of entries in devices", "Leave it at 0.")
+        raise bad_value("world_size", world_size, f"0 or {len(names)}, as many as are named", "Set it to 0.")
     if "/" in names[0]:
         raise bad_value("devices", devices, "a device of this computer first", "Rank 0 is on the computer with ComfyUI.")
     places = [split_device(name)[0] for name in names]
@@ -220,7 +220,7 @@ def _resolve_devices(world_size: int, devices: str, backend: str, inventory: Dev
         raise bad_value(
             "devices",
             devices,
-            "each device once; with backend=gloo ranks can share an accelerator, to check results: it is slow",
+            f"each device once; with gloo as {label_of('backend')} ranks can share an accelerator, to check results: it is slow",
             "Name each device once.",
         )
     own = f"{inventory.type}:{inventory.own}"
@@ -251,7 +251,7 @@ def _parse_device(text: str, devices: str, inventory: DeviceInventory) -> str:
         raise bad_value(
             "devices",
             devices,
-            f"names with commas between them: {allowed}; {shown(text)} is none of them. {_visible(inventory)}",
+            f"{allowed}, separated by commas; {shown(text)} is none of them. {_visible(inventory)}",
             "Leave it empty to use the first ones.",
         )
     if index in inventory.too_old:
@@ -275,7 +275,7 @@ def _resolve_degrees(world_size: int, ulysses: int, ring: int, batch: int) -> tu
     """Return (ring, ulysses, batch). 0 = the ranks choose; ring and ulysses are both 0 or neither is."""
     for name, value in zip(DEGREES, (ulysses, ring, batch), strict=True):
         if not is_int(value) or value < 0:
-            raise bad_value(name, value, "a whole number from 0 (choose)", "Leave it at 0.")
+            raise bad_value(name, value, "a whole number from 0 (choose)", "Set it to 0.")
     if not (ulysses or ring or batch):
         return 0, 0, 0
     # What is left open takes the rest: first the sequence axes, then the batch axis.
@@ -290,7 +290,7 @@ def _resolve_degrees(world_size: int, ulysses: int, ring: int, batch: int) -> tu
             "ulysses_degree x ring_degree x batch_degree",
             f"{' x '.join(map(str, factors))} = {math.prod(factors)}",
             f"a product equal to the world size, {world_size}",
-            "Leave the degrees at 0 to have them chosen.",
+            "Set the degrees to 0 to have them chosen.",
         )
     return chosen
 

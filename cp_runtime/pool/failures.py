@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from ..errors import MAX_SHOWN, MirrorError, PoolError, PoolTimeout, RankError, RankOutOfMemory, UnsentError, UnsupportedError
+from ..errors import MAX_SHOWN, MirrorError, PlanError, PoolError, PoolTimeout, RankError, RankOutOfMemory, UnsentError, UnsupportedError
 from ..system import system
 from .config import RuntimeConfig
 from .launcher import LogPump
@@ -16,7 +16,7 @@ from .messages import Failure, Report
 from .peers import shm_advice
 from .processes import RankProcess
 from .progress import SILENT, Progress
-from .settings import label_of
+from .settings import label_of, with_labels
 
 _FOR_USERS = (MirrorError.__name__, UnsupportedError.__name__, UnsentError.__name__)  # their messages need no trace
 _OUT_OF_MEMORY = torch.OutOfMemoryError.__name__
@@ -60,6 +60,8 @@ def connect_failure(error: PoolError) -> str:
 def reported_failure(rank: int, pid: int, failure: Failure, replies: Mapping[int, Report], advice: str = "") -> RankError:
     """Return the error for a rank that reported a failure; with the advice if the ranks' communication failed."""
     kind, message, trace = failure.kind, failure.message, failure.trace
+    if kind == PlanError.__name__:  # the engine names settings as its Python callers do
+        message = with_labels(message)
     communication = _of_communication(kind, message)
     full = _NO_MEMORY.search(message) if communication or kind == _ACCELERATOR else _DEVICE_FULL.match(message)
     if kind == _OUT_OF_MEMORY or full:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -177,10 +178,15 @@ def label_of(name: str) -> str:
     return f"“{SETTINGS[name].label}” of CP Config"
 
 
+_NAMES = re.compile(rf"\b({'|'.join(name for name in SETTINGS if '_' in name)})\b")
+
+
 def with_labels(message: str) -> str:
-    """Put the labels that users see in front of the names that an error of settings begins with."""
+    """Put the labels that users see in front of the names that an error of settings begins with, and in place of those names in it
+    that are no words of English."""
     names, colon, rest = message.partition(":")
     parts = names.split(" x ")
     if not all(part in SETTINGS for part in parts):
-        return message
+        return _NAMES.sub(lambda name: label_of(name[0]), message)
+    rest = _NAMES.sub(lambda name: label_of(name[0]), rest)
     return " x ".join(f"{SETTINGS[part].label} ({part})" for part in parts) + colon + rest

@@ -270,7 +270,7 @@ REFUSED = {
     ),
     "attention that needs a GPU": (
         NodeCase("TestAttention", {"kind": "sage", "name": "sageattn_qk_int8_pv_fp8_cuda++"}),
-        ["a node of comfyui-kjnodes chose the attention function sageattn_qk_int8_pv_fp8_cuda++", "does not run on cpu"],
+        ["chose the attention function SageAttention (sageattn_qk_int8_pv_fp8_cuda++)", "does not run on cpu"],
     ),
 }
 

@@ -213,7 +213,7 @@ def test_a_controlnet_for_a_family_without_residuals(server):
 
 def test_uneven_shapes_are_refused_when_ulysses_anything_is_off(server):
     settings = {"world_size": 2, "ulysses_degree": 2, "ulysses_anything": False}
-    server.fails(flux_prompt(tokens=13, cp=settings), "ulysses_anything is off")
+    server.fails(flux_prompt(tokens=13, cp=settings), "“ulysses: uneven parts” of CP Config is off")
     pids = server.worker_pids()
     server.run(flux_prompt(tokens=12, cp=settings)).check()
     assert server.worker_pids() == pids  # an error on every rank costs no restart

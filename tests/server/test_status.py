@@ -67,6 +67,7 @@ def test_no_worker_yet(off_server):
     empty = {
         "activity": "",
         "fallback": "",
+        "translations": {},
         "world_size": 0,
         "models": [],
         "weights": {},

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cp_runtime.pool.settings import label_of
+from cp_runtime.pool.settings import label_of, with_labels
 from cp_runtime.words import HOLD_SENTENCES, JOINT, words_in
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -121,6 +121,8 @@ class Texts:
                 name = getattr(node.func, "id", getattr(node.func, "attr", ""))
                 if node.args and (name in ERRORS or (name == "__init__" and self.name.endswith("errors.py"))):
                     yield from self.of(node.args[0])
+                elif name == "Choice":
+                    yield from self.of(node.args[1])
                 elif name == "bad_value":
                     yield from self._bad_values(*node.args)
             elif isinstance(node, ast.Yield) and node.value is not None:
@@ -148,7 +150,7 @@ FILES: dict[str, Texts] = {}
 for source in (path for folder in ("cp_runtime", "nodes") for path in sorted((CHECKOUT / folder).rglob("*.py"))):
     FILES[str(source)] = Texts(source, FILES)
 SAID = {
-    re.sub(r"v\.w (?=[A-Z])", "v.w. ", text.partition("\n\n")[0].replace("{path}", VALUE)): each.name
+    re.sub(r"v\.w (?=[A-Z])", "v.w. ", with_labels(text).partition("\n\n")[0].replace("{path}", VALUE)): each.name
     for each in FILES.values()
     if not any(part in each.name for part in API)
     for text in each.errors()
@@ -207,12 +209,12 @@ def code() -> str:
 
 def test_sentences_are_those_of_the_code(code):
     """The same in every language, each one that the code says."""
-    every = "\n".join((code, *SAID))
+    every = "\n".join((code, *SAID)).lower()
     for group, texts in ERRORS["zh"].items():
         assert list(texts) == list(ERRORS["ja"][group])
         for english, own in [*texts.items(), *ERRORS["ja"][group].items()]:
             assert sorted(PLACE.findall(own)) == sorted(PLACE.findall(english))
-            assert [part for part in PLACE.split(english)[::2] if part.strip(" .,:()") not in every] == []
+            assert [part for part in PLACE.split(english.lower())[::2] if part.strip(" .,:()") not in every] == []
 
 
 def test_an_error_in_another_language():

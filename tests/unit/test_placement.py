@@ -162,7 +162,7 @@ def test_a_model_without_blocks_stays_whole():
 def test_a_few_large_blocks_are_better_whole():
     """Two of them are there at a time, beside the part of all."""
     demand = Demand(Sizes(blocks=20 * GB, largest=12 * GB, rest=GB), call=0)
-    reason = "whole: 21 GB of weights on each of 2 devices, more than the 16 GB that memory_per_rank allows"
+    reason = "whole: 21 GB of weights on each of 2 devices, more than the 16 GB that “GB to use of each GPU” of CP Config allows"
     assert choose(config(memory_per_rank=16.0), demand, 16 * GB) == ("whole", reason, 0, 0)
 
 
@@ -173,6 +173,6 @@ def test_what_is_set_is_obeyed(weights):
 
 
 def test_what_is_set_must_fit_into_a_limit_that_is_set():
-    with pytest.raises(UnsupportedError, match="Got whole, with which each of 2 ranks needs 66 GB; memory_per_rank allows 24"):
+    with pytest.raises(UnsupportedError, match="Got whole, with which each of 2 ranks needs 66 GB; “GB to use of each GPU” of CP Config allows 24"):
         choose(config("whole", memory_per_rank=24.0), DEMAND, None)
     assert choose(config("offloaded", memory_per_rank=24.0), DEMAND, None).placement == "offloaded"

@@ -62,6 +62,8 @@ def test_errors_of_the_node_begin_with_the_labels_that_it_shows():
     ring, ulysses = (f"{CP_CONFIG[name].label} ({name})" for name in ("ring_degree", "ulysses_degree"))
     assert with_labels("ring_degree x ulysses_degree: Change a degree.") == f"{ring} x {ulysses}: Change a degree."
     assert with_labels("no name: at all") == "no name: at all"
+    assert with_labels("weights: Raise memory_per_rank.").endswith(f": Raise {label_of('memory_per_rank')}.")
+    assert with_labels("ring_anything is off") == f"{label_of('ring_anything')} is off"
 
 
 def test_refusals_name_settings_as_nodes_show_them():

@@ -2,7 +2,7 @@
 
 import { fact, gibibytes, hint, make, seconds } from "./elements.js";
 import { deviceName } from "./ranks.js";
-import { t } from "./texts.js";
+import { spoken, t } from "./texts.js";
 
 /** Details of a status: a list about all ranks, and one for each. */
 export function details(now) {
@@ -13,11 +13,12 @@ function ofAll(now) {
   const workers = [t("ranks", { count: now.world_size })];
   if (now.backend) workers.push(now.backend);
   if (now.peer_to_peer === false) workers.push(t("no_peer_to_peer"));
-  const text = [t("hint.workers"), now.fallback].join("\n").trim();
+  const own = (message) => spoken({ message, translations: now.translations[message] });
+  const text = [t("hint.workers"), own(now.fallback)].join("\n").trim();
   const list = make("div", "cp-facts", null, fact(t("fact.workers"), workers.join(", "), text));
   const models = Object.entries(now.weights); // "sharded: 64 GB of weights as 2 × 35 GB of 48 GB", by file
   const names = models.map(([model, reason]) => `${model} (${t(`weights.${reason.match(/^\w+/)[0]}`)})`);
-  const reasons = models.map(([, reason]) => reason);
+  const reasons = models.map(([, reason]) => own(reason));
   if (models.length) list.append(fact(t("fact.models"), names.join(", "), [t("hint.models"), ...reasons].join("\n")));
   if (now.last_call) list.append(...ofSampler(now, now.last_call));
   if (now.last_vae_call) list.append(ofPictures(now, now.last_vae_call, t("fact.vae"), t("hint.vae")));

@@ -51,7 +51,7 @@ export function t(key, values) {
   return find(key, values) ?? key;
 }
 
-/** An error of the server in ComfyUI's language, where it has it. */
+/** A sentence of the server in ComfyUI's language, where it has it. */
 export function spoken({ message, translations }) {
   const chosen = languageNow();
   return translations?.[chosen] ?? translations?.[chosen.split("-")[0]] ?? message;

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from ...errors import MirrorError
 from .assigned import assigned, filled, names_in, set_later
-from .modules import LOADER_SETTINGS, LOCALS, PACKS, find, full_name, module_name
+from .modules import LOADER_SETTINGS, LOCALS, PACKS, find, full_name, module_name, type_name
 from .origin import file_of, in_library, is_computing, is_followed
 
 # They decide where weights lie and which code surrounds the forward in ComfyUI's process; ranks have other devices and duties.
@@ -479,10 +479,6 @@ def content_of(cell: Any) -> Any:
         return cell.cell_contents
     except ValueError:  # empty
         return None
-
-
-def type_name(value: Any) -> str:
-    return full_name(value if isinstance(value, type) else type(value)).replace(":", ".")
 
 
 def builtin_name(value: Any) -> str:

@@ -28,6 +28,11 @@ def full_name(thing: Any) -> str:
     return f"{module_name(str(thing.__module__ or ''))}:{thing.__qualname__}"
 
 
+def type_name(value: Any) -> str:
+    """Name a class, or that of an object, for people."""
+    return full_name(value if isinstance(value, type) else type(value)).replace(":", ".")
+
+
 def module_name(module: str) -> str:
     """Return a name of a module that is the same on every computer. ComfyUI names those of its own nodes and of packs by their
     path."""

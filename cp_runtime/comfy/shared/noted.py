@@ -22,7 +22,8 @@ from ...compat import versions
 from ...errors import MirrorError
 from ...nested import is_plain
 from .assigned import assigned
-from .fingerprint import PLAIN, content_of, digest, fields_of, type_name
+from .fingerprint import PLAIN, content_of, digest, fields_of
+from .modules import type_name
 from .objects import Settings, write
 from .reached import functions_of_packs, holds_a_model, is_of_pack, named_globals, own_fields, reached
 

@@ -47,7 +47,7 @@ from .made import (
     own_device,
     set_fields,
 )
-from .modules import BOOKKEEPING, LOCALS, PACKS, find, full_name, module_name, modules_named, take_module
+from .modules import BOOKKEEPING, LOCALS, PACKS, find, full_name, module_name, modules_named, take_module, type_name
 from .origin import in_library
 
 INSIDE = frozenset({"training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
@@ -180,7 +180,7 @@ def _inside(thing: Any, settings: Settings, depth: int = 8) -> Any:
 
 
 def _article(value: Any) -> str:
-    return f"an object of the class {type(value).__module__}.{type(value).__qualname__}"
+    return f"an object of the class {type_name(value)}"
 
 
 def _shortened(error: Exception) -> str:

@@ -21,6 +21,7 @@ from ...pool.settings import label_of
 from ..shared.attention import (
     FLASH_OF_PACK,
     ON_CUDA,
+    SAGE_MODES,
     OVERRIDES,
     SAGE_MODES,
     SAGE_OF_PACK,
@@ -94,12 +95,12 @@ def _check_all_tokens(chosen: ChosenAttention, what: str, config: RuntimeConfig,
     asked = f"{what} chose {'sparse attention' if chosen.sparse else ', '.join(chosen.layers)}, which"
     if config.sequence.ring_degree > 1:
         raise UnsupportedError(
-            f"{asked} needs all tokens of a head, and {label_of('ring_degree')} is {config.sequence.ring_degree}. Set it to 0 or 1."
+            f"{asked} needs all tokens of a head, and {label_of('ring_degree')} is {config.sequence.ring_degree}.", "Set it to 0 or 1."
         )
     if config.pipeline is not None and config.pipeline.patches > 1:
-        raise UnsupportedError(f"{asked} needs all tokens at once. Set patches of CP PipeFusion to 1.")
+        raise UnsupportedError(f"{asked} needs all tokens at once.", "Set patches of CP PipeFusion to 1.")
     if compiles and (chosen.sparse or any("(" in name for name in chosen.layers)):
-        raise UnsupportedError(f"{asked} cannot run in compiled blocks. Remove Torch Compile.")
+        raise UnsupportedError(f"{asked} cannot run in compiled blocks.", "Remove Torch Compile.")
 
 
 def _layers(model: nn.Module) -> tuple[str, ...]:
@@ -153,13 +154,14 @@ def checked_name(override: Any, device_type: str) -> str:
             f"{node} replaced the attention function by one of its own, which the workers do not have. They have ComfyUI's and "
             "those of SageAttention, chosen by Patch Sage Attention KJ."
         )
+    shown = f"SageAttention ({name})" if name in SAGE_MODES else name
     if name in ON_CUDA and device_type != "cuda":
-        raise UnsupportedError(f"{node} chose the attention function {name}, which does not run on {device_type}.")
+        raise UnsupportedError(f"{node} chose the attention function {shown}, which does not run on {device_type}.")
     missing = missing_for(name)
     if missing is not None:
         raise UnsupportedError(
-            f"{node} chose the attention function {name}, which needs {missing}. Install it into ComfyUI's Python environment, or "
-            "choose another attention function."
+            f"{node} chose the attention function {shown}, which needs {missing}.",
+            "Install it into ComfyUI's Python environment, or choose another attention function.",
         )
     return name
 

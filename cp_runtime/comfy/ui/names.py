@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...nested import stored
-from ..shared.fingerprint import PLAIN, plain_text, type_name
-from ..shared.modules import full_name
+from ..shared.fingerprint import PLAIN, plain_text
+from ..shared.modules import full_name, type_name
 from ..shared.weights import network_of
 from .runtime import model_folders
 from .values import value_of

@@ -26,6 +26,7 @@ from ..shared.patches import applied_patches
 from ..shared.weights import PREFIX
 from .attention import ChosenAttention, attention_of
 from .controlnets import DeferredControl
+from ..shared.modules import type_name
 from .fingerprints import OF_MODEL, ModelFingerprint, check_code, check_network
 from .injections import ejected
 from .noted import REMEDY, note_changes, remedy, replaced_in
@@ -76,7 +77,7 @@ def check_classes(patcher: Any) -> None:
             continue
         if next(module.children(), None) is not None and not cls.__module__.startswith(("comfy.", "torch.")):
             raise UnsupportedError(
-                f"a node replaced the class of {path or 'the transformer'} by {cls.__module__}.{cls.__qualname__}, which may "
+                f"a node replaced the class of {path or 'the transformer'} by {type_name(cls)}, which may "
                 f"compute with tokens that a rank does not have. {OF_MODEL}"
             )
 
@@ -140,7 +141,7 @@ def options_for_ranks(
         attention, options = attention_of(options, model, config, TORCH_COMPILE_KWARGS in patcher.model_options, again)
         patches = PatchSet.of(options, model, latent, patcher, in_patches, config.in_stages, instead)
     except UnsupportedError as error:
-        raise UnsupportedError(f"{error} {remedy(model)}") from error
+        raise UnsupportedError(error.or_else(remedy(model))) from error
     for network in patches.networks.values() if again else ():
         check_network(network)
     return patches, attention
@@ -152,7 +153,7 @@ def compile_of(patcher: Any) -> CompileSettings | None:
     try:
         return None if asked is None else compile_settings(asked)
     except UnsupportedError as error:
-        raise UnsupportedError(f"{error} {REMEDY}") from error
+        raise UnsupportedError(error.or_else(REMEDY)) from error
 
 
 def conditions_obstacle(conds: Mapping[str, Any]) -> str | None:

@@ -12,6 +12,7 @@ from torch.nn import Parameter
 from ...engine.compiled import OPTIONS, CompileSettings
 from ...errors import UnsupportedError
 from ...pool.protocol import Unsent
+from ..shared.modules import type_name
 
 # Entries that only the UI process reads: functions, ids for its bookkeeping, and Wan-Animate 2's cache of what a forward computes
 # anew without it.
@@ -48,7 +49,7 @@ def sendable(value: Any, path: str) -> Any:
         return sendable(tuple(sorted(value, key=repr)), path)
     elif isinstance(value, numpy.generic):
         return sendable(value.item(), path)
-    return Unsent(f"{path}, a {type(value).__module__}.{type(value).__qualname__}")
+    return Unsent(f"{path}, an object of the class {type_name(value)}")
 
 
 def compile_settings(asked: Mapping[str, Any]) -> CompileSettings:
@@ -56,11 +57,12 @@ def compile_settings(asked: Mapping[str, Any]) -> CompileSettings:
     Raises UnsupportedError if the ranks cannot compile like that."""
     backend, mode, dynamic = asked.get("backend"), asked.get("mode"), asked.get("dynamic")
     if backend == "cudagraphs":
-        raise UnsupportedError(f"Torch Compile with backend cudagraphs {RECORDING}. Choose inductor.")
+        raise UnsupportedError(f"Torch Compile with backend cudagraphs {RECORDING}.", "Choose inductor.")
     if backend not in BACKENDS:
         raise UnsupportedError(f"Torch Compile: the workers do not have backend {backend!r}; they have {', '.join(BACKENDS)}.")
     if mode in ("reduce-overhead", "max-autotune"):
-        raise UnsupportedError(f"Torch Compile with mode {mode} {RECORDING}. Choose default or max-autotune-no-cudagraphs.")
+        remedy = "Choose default or max-autotune-no-cudagraphs."
+        raise UnsupportedError(f"Torch Compile with mode {mode} {RECORDING}.", remedy)
     if mode not in MODES:
         raise UnsupportedError(f"Torch Compile: the workers do not know mode {mode!r}; they know {', '.join(map(str, MODES[1:]))}.")
     if dynamic not in (None, True, False):
@@ -71,7 +73,7 @@ def compile_settings(asked: Mapping[str, Any]) -> CompileSettings:
         if name == "guard_filter_fn" or (name == "triton.cudagraphs" and not value):
             continue
         if name == "triton.cudagraphs":
-            raise UnsupportedError(f"Torch Compile with option {name} {RECORDING}. Switch it off.")
+            raise UnsupportedError(f"Torch Compile with option {name} {RECORDING}.", "Switch it off.")
         if name not in OPTIONS or not isinstance(value, (bool, int)):
             raise UnsupportedError(
                 f"Torch Compile: the workers do not take option {name}={value!r}; they take true, false or a number for "

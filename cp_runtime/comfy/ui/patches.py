@@ -141,8 +141,8 @@ class PatchSet:
         used: list[Patch | ObjectPatch] = [*kinds, *(known for _, known in checked)]
         if unlisted and in_stages and splits_tokens(model):
             raise UnsupportedError(
-                f"{made_by(unlisted[0])} needs all tokens at once, which no stage has. Set {label_of('weights')} "
-                "to auto, and leave CP PipeFusion out."
+                f"{made_by(unlisted[0])} needs all tokens at once, which no stage has.",
+                f"Set {label_of('weights')} to auto, and leave CP PipeFusion out.",
             )
         code = {**written.all_code, **of_networks}
         key, calls, is_retried = _counted(model, patcher, code) if noted is not None else ("", 0, False)

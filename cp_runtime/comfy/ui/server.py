@@ -281,8 +281,7 @@ def in_own_language(run: Callable[..., T]) -> Callable[..., T]:
             if runs and (journal.last_error is None or journal.last_error.node != node):  # else it is known
                 journal.fail(error, node)
             if isinstance(error, ContextParallelError):
-                said, gap, more = str(error).partition("\n\n")
-                error.args = (f"{words_now().error(said)}{gap}{more}",)
+                error.args = (words_now().error(str(error)),)
             raise
 
     return spoken

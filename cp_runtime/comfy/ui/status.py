@@ -15,7 +15,7 @@ from ...pool.progress import SILENT
 from ...pool.worker_pool import WorkerPool
 from ...system.processes import host_bytes
 from ...version import VERSION
-from ...words import ENGLISH, Words, words_in
+from ...words import ENGLISH, Words, translations, words_in
 from .hosts import HOSTS
 from .runtime import CONTROLLER, nothing_to_share
 from .single_device import SingleDeviceReason
@@ -97,6 +97,7 @@ class Status:
             "compiling": bool(self.compiling),
             "speed": {**result.described, "measuring": self.measuring} if is_known or self.measuring else None,
             "last_call": call and {**call.described, "waiting_share": result.waiting_share},  # of the run, as in the report
+            "translations": {text: translations(text) for text in (self.fallback, *self.weights.values()) if text},
             "errors": [error.described for error in self.errors],
             "last_prompt": self.last_prompt
             and {**self.last_prompt, "words": words_in(ENGLISH).prompt(self.last_prompt["sentence"])},

@@ -324,7 +324,7 @@ def _check(
         name = "ulysses_anything" if ulysses_off else "ring_anything"
         raise PlanError(
             f"{name} is off and {ranks} do not divide streams of {', '.join(map(str, sorted(lengths)))} tokens. "
-            f"Turn {name} on, or change size, world size or shares."
+            f"Turn {name} on, or change size, number or shares of the ranks."
         )
     if ulysses_off and k.shape[2] % (sum(mesh.head_shares(ulysses)) or ulysses):
         raise PlanError(
