@@ -36,7 +36,7 @@ class UnknownStreamError(PlanError):
 class UnsupportedError(ContextParallelError):
     """The model, or something another node attached to it, cannot run sharded. `remedy`: of this case, the end of the message."""
 
-    def __init__(self, problem: str, remedy: str = "") -> None:
+    def __init__(self, problem: str = "", remedy: str = "") -> None:
         self.remedy = remedy
         super().__init__(f"{problem} {remedy}".rstrip())
 

@@ -59,8 +59,8 @@ class Words:
 
     def error(self, text: str) -> str:
         """Put an English error into this language, by errors.json: its sentences, with others in such {places} as HOLD_SENTENCES,
-        and its names in the rest. Names in places for a {node}, an {input} or {inputs} become those that ComfyUI shows. Of all ways to
-        read the text, that one counts which leaves the fewest letters in English, with the first sentence of the file around the
+        and its names in the rest. Names in places for a {node}, an {input} or {inputs} become those that ComfyUI shows. Of all ways
+        to read the text, that one counts which leaves the fewest letters in English, with the first sentence of the file around the
         others."""
         known = [each for each in self._sentences if all(part in text for part in each.literals)]
         labels = [label for kind in self._labels.values() for label in kind if label in text]
@@ -95,7 +95,9 @@ class Words:
     @functools.cached_property
     def _labels(self) -> dict[str, dict[str, str]]:
         """What nodes show, and what they show in this language, by place."""
-        own, nodes, inputs = self._read("nodeDefs"), {}, {}
+        own = self._read("nodeDefs")
+        nodes: dict[str, str] = {}
+        inputs: dict[str, str] = {}
         for kind, node in words_in(ENGLISH)._read("nodeDefs").items():
             nodes[node["display_name"]] = own[kind]["display_name"]
             inputs |= {each["name"]: own[kind]["inputs"][name]["name"] for name, each in node.get("inputs", {}).items()}

@@ -8,7 +8,17 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from ..errors import MAX_SHOWN, MirrorError, PlanError, PoolError, PoolTimeout, RankError, RankOutOfMemory, UnsentError, UnsupportedError
+from ..errors import (
+    MAX_SHOWN,
+    MirrorError,
+    PlanError,
+    PoolError,
+    PoolTimeout,
+    RankError,
+    RankOutOfMemory,
+    UnsentError,
+    UnsupportedError,
+)
 from ..system import system
 from .config import RuntimeConfig
 from .launcher import LogPump

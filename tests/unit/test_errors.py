@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from cp_runtime.errors import UnsupportedError
 from cp_runtime.pool.settings import label_of, with_labels
 from cp_runtime.words import HOLD_SENTENCES, JOINT, words_in
 
@@ -253,3 +254,9 @@ def test_a_long_error_takes_no_time():
     own = words_in("ja").error(error)
     assert time.monotonic() - began < 5
     assert own.startswith("rank 1（pid 7）が失敗しました")
+
+
+def test_remedies_are_one_or_another():
+    other = "Remove that node."
+    assert UnsupportedError("It records.", "Choose inductor.").or_else(other) == "It records. Choose inductor. Or remove that node."
+    assert UnsupportedError("It records.").or_else(other) == "It records. Remove that node."

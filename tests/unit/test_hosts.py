@@ -97,7 +97,10 @@ def ssh(tmp_path, monkeypatch):
 
 
 LOOKS = {
-    "older": ("differs", r"cannot work for this ComfyUI yet:\n  ComfyUI: not installed here, 0\.0\.1 there\. Update the older one\."),
+    "older": (
+        "differs",
+        r"cannot work for this ComfyUI yet:\n  ComfyUI: not installed here, 0\.0\.1 there\. Update the older one\.",
+    ),
     "bare": ("not reached", r"ssh did not start a rank there\. .*/no/python.*\nIf Python .* say so in CP_HOST_bare: see docs/mach"),
     "nowhere": ("not reached", r"It may sleep, or be switched off\. .*\nSee what this says: ssh -o BatchMode=yes nowhere true"),
     "asleep": ("not reached", r"has not named its devices within 2 s\. See what this says: ssh"),

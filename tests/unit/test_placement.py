@@ -173,6 +173,8 @@ def test_what_is_set_is_obeyed(weights):
 
 
 def test_what_is_set_must_fit_into_a_limit_that_is_set():
-    with pytest.raises(UnsupportedError, match="Got whole, with which each of 2 ranks needs 66 GB; “GB to use of each GPU” of CP Config allows 24"):
+    with pytest.raises(
+        UnsupportedError, match="Got whole, with which each of 2 ranks needs 66 GB; “GB to use of each GPU” of CP Config allows 24"
+    ):
         choose(config("whole", memory_per_rank=24.0), DEMAND, None)
     assert choose(config("offloaded", memory_per_rank=24.0), DEMAND, None).placement == "offloaded"

@@ -21,7 +21,6 @@ from ...pool.settings import label_of
 from ..shared.attention import (
     FLASH_OF_PACK,
     ON_CUDA,
-    SAGE_MODES,
     OVERRIDES,
     SAGE_MODES,
     SAGE_OF_PACK,
@@ -95,7 +94,8 @@ def _check_all_tokens(chosen: ChosenAttention, what: str, config: RuntimeConfig,
     asked = f"{what} chose {'sparse attention' if chosen.sparse else ', '.join(chosen.layers)}, which"
     if config.sequence.ring_degree > 1:
         raise UnsupportedError(
-            f"{asked} needs all tokens of a head, and {label_of('ring_degree')} is {config.sequence.ring_degree}.", "Set it to 0 or 1."
+            f"{asked} needs all tokens of a head, and {label_of('ring_degree')} is {config.sequence.ring_degree}.",
+            "Set it to 0 or 1.",
         )
     if config.pipeline is not None and config.pipeline.patches > 1:
         raise UnsupportedError(f"{asked} needs all tokens at once.", "Set patches of CP PipeFusion to 1.")

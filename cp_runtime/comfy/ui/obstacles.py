@@ -22,11 +22,11 @@ from ...families import PLANS, class_name, most_stages, plan_for, splits_tokens
 from ...pool.config import RuntimeConfig
 from ...pool.settings import label_of
 from ..shared.fingerprint import NOTHING, classes_of
+from ..shared.modules import type_name
 from ..shared.patches import applied_patches
 from ..shared.weights import PREFIX
 from .attention import ChosenAttention, attention_of
 from .controlnets import DeferredControl
-from ..shared.modules import type_name
 from .fingerprints import OF_MODEL, ModelFingerprint, check_code, check_network
 from .injections import ejected
 from .noted import REMEDY, note_changes, remedy, replaced_in
