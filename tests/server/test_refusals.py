@@ -81,7 +81,7 @@ def test_errors_are_in_the_language_of_the_browser(off_server):
         last = off_server.status()["last_error"]
         assert (last["message"], last["translations"]["ja"]) == (english, said)
         (error,) = rejected.value.node_errors["cp_config"]["errors"]
-        assert f"{words.error('which GPUs')}（devices）：" in error["details"]
+        assert "使う GPU（devices）：" in error["details"]
 
 
 def test_other_branches_run_beside_bad_settings(off_server):
