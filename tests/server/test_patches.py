@@ -270,7 +270,10 @@ REFUSED = {
     ),
     "attention that needs a GPU": (
         NodeCase("TestAttention", {"kind": "sage", "name": "sageattn_qk_int8_pv_fp8_cuda++"}),
-        ["chose the attention function SageAttention (sageattn_qk_int8_pv_fp8_cuda++)", "does not run on cpu"],
+        [
+            "a node of comfyui-kjnodes chose the attention function SageAttention (sageattn_qk_int8_pv_fp8_cuda++)",
+            "does not run on cpu",
+        ],
     ),
 }
 
