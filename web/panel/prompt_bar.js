@@ -22,7 +22,8 @@ export function promptBar() {
     legend.replaceChildren(...parts.map(entry));
     bar.hidden = legend.hidden = !prompt.parts.some((each) => each.part !== "other");
     const { cases, ...values } = prompt.sentence;
-    said.textContent = cases.map((each) => t(`prompt.${each}`, { ...values, unit: t(`unit.${values.unit}`) })).join(" ").replaceAll("。 ", "。");
+    const sentences = cases.map((each) => t(`prompt.${each}`, { ...values, unit: t(`unit.${values.unit}`) }));
+    said.textContent = sentences.join(" ").replaceAll("。 ", "。");
     said.hidden = !said.textContent;
   };
   element.hidden = true;
