@@ -180,7 +180,7 @@ def _inside(thing: Any, settings: Settings, depth: int = 8) -> Any:
 
 
 def _article(value: Any) -> str:
-    return f"an object of the class {type_name(value)}"
+    return f"an object of the class {type_name(type(value))}"
 
 
 def _shortened(error: Exception) -> str:

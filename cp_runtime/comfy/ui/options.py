@@ -49,7 +49,7 @@ def sendable(value: Any, path: str) -> Any:
         return sendable(tuple(sorted(value, key=repr)), path)
     elif isinstance(value, numpy.generic):
         return sendable(value.item(), path)
-    return Unsent(f"{path}, an object of the class {type_name(value)}")
+    return Unsent(f"{path}, an object of the class {type_name(type(value))}")
 
 
 def compile_settings(asked: Mapping[str, Any]) -> CompileSettings:
