@@ -36,8 +36,6 @@ class BatchSlice:
         one for each. Those of several sizes are not divided: outputs of other groups would be of unknown sizes. Nor are any where a
         list without tensors has different entries: diffusers takes the first one for all items.
         """
-        if groups == 1:
-            return None
         first = next((name for name, value in given.items() if any(tensor.ndim >= 3 for tensor in tensors(value))), "")
         found = [tensor for tensor in tensors(given.get(first)) if tensor.ndim >= 3]
         listed = dims.get(first) == 0

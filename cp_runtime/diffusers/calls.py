@@ -214,9 +214,8 @@ class ShardedCalls:
         self, batch: BatchMesh, sequence: SequenceMesh, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[BatchSlice | None, SequenceMesh, ContextParallelConfig, tuple[Any, ...], Mapping[str, Any]]:
         """Return this group's slice of the batch, its ranks, degrees and arguments; no slice, and `sequence`, if all share it."""
-        batch_degree, given = self._config.batch_degree, dict(zip(self._names, args, strict=False)) | dict(kwargs)
-        given = {**{name: given[name] for name in self._names if name in given}, **given}  # in the order of the signature
-        share = BatchSlice.of(batch, batch_degree, given, self._dims)
+        batch_degree = self._config.batch_degree
+        share = BatchSlice.of(batch, batch_degree, self._given(args, kwargs), self._dims) if batch_degree > 1 else None
         if share is None:
             return None, sequence, self._config.of_all_ranks, args, kwargs
         if joins_items(self._module):
@@ -225,6 +224,11 @@ class ShardedCalls:
                 "gives them to different ranks. Set batch_degree=1, or FasterCacheConfig(is_guidance_distilled=True)."
             )
         return share, share.sequence, self._config, *share.take_call(args, kwargs, self._names, self._dims)
+
+    def _given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the arguments by name, in the order of the signature."""
+        given = dict(zip(self._names, args, strict=False)) | dict(kwargs)
+        return {**{name: given[name] for name in self._names if name in given}, **given}
 
 
 def _check_call(called: nn.Module, module: nn.Module, mesh: SequenceMesh) -> None:
