@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 from ...system import system
 
@@ -28,32 +29,32 @@ class Signals:
 
     def take(self, semaphore: int, other: system.Process, timeout: float) -> None:
         """Wait until the semaphore is raised, and lower it. Raises OtherEnded or TookTooLong."""
+        asleep = partial(self._system.sleep, semaphore, LIVENESS_POLL)
+        self._wait(partial(self.try_take, semaphore), asleep, other, timeout)
+
+    def until(self, is_there: Callable[[], bool], other: system.Process, timeout: float) -> None:
+        """Wait until a function returns true. Raises OtherEnded or TookTooLong."""
+
+        def asleep() -> bool:
+            time.sleep(POLL)
+            return is_there()
+
+        self._wait(is_there, asleep, other, timeout)
+
+    def _wait(self, is_there: Callable[[], bool], asleep: Callable[[], bool], other: system.Process, timeout: float) -> None:
+        """Wait for what another process does. `asleep`: sleeps, and returns whether it is there."""
         for _ in range(SPINS):
-            if self.try_take(semaphore):
+            if is_there():
                 return
             system.yield_core()  # where ranks are more than cores, the other one may need this core
         began = time.monotonic()
-        while not self._system.sleep(semaphore, LIVENESS_POLL):
+        while not asleep():
             if other.has_ended:
-                if self.try_take(semaphore):  # raised between the sleep and the end
+                if is_there():  # since the sleep, and before the end
                     return
                 raise OtherEnded
             if time.monotonic() - began > timeout:
                 raise TookTooLong
-
-    def until(self, is_there: Callable[[], bool], other: system.Process, timeout: float) -> None:
-        """Wait until a function returns true. Raises OtherEnded or TookTooLong."""
-        for _ in range(SPINS):
-            if is_there():
-                return
-            system.yield_core()
-        began = time.monotonic()
-        while not is_there():
-            if other.has_ended and not is_there():
-                raise OtherEnded
-            if time.monotonic() - began > timeout:
-                raise TookTooLong
-            time.sleep(POLL)
 
 
 class OtherEnded(Exception):
